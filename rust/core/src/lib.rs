@@ -1,0 +1,2 @@
+//! The pure logic of kvroute. No I/O, no Python, no unsafe code.
+#![forbid(unsafe_code)]

@@ -1,0 +1,10 @@
+//! The binding of kvroute-core to Python, thin: types are converted here, decisions are made in the core.
+
+use pyo3::prelude::*;
+
+/// The compiled part of kvroute.
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    const DEBUG_BUILD: bool = cfg!(debug_assertions);
+}
