@@ -1,4 +1,4 @@
-"""kvroute: an OpenAI-compatible gateway for vLLM that decides which KV cache is reused, from where, and whether moving it is worth it."""
+"""An OpenAI-compatible gateway for vLLM: which KV cache is reused, from where, and is moving it worth it?"""
 
 from importlib.metadata import version as _version
 

@@ -1,0 +1,62 @@
+# Everything a fresh machine needs beyond Python, a Rust toolchain and make is installed here, into .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The engine environment is 6.4 GB and outlives checkouts; tests/engine/environment.py says where it lies.
+ENGINE_PYTEST ?= tests/engine
+
+SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml | grep -v target)
+
+.PHONY: help dev test lint format bench wheel engine-env engine-test run clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or later is needed: set PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --group dev
+	@touch $@
+
+$(VENV)/.built: $(STAMP) $(SOURCES)
+	$(BIN)/maturin develop --release --quiet
+	@touch $@
+
+dev: $(VENV)/.built ## virtual environment with kvroute built into it
+
+test: dev ## all tests but those on real engines
+	cargo test --release --quiet --workspace --exclude kvroute-python
+	$(BIN)/python -m pytest tests
+
+lint: dev ## ruff, mypy, clippy, rustfmt
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	cargo fmt --all --check
+	cargo clippy --release --all-targets --quiet -- -D warnings
+
+format: $(STAMP) ## format Python and Rust
+	$(BIN)/ruff check --fix-only --quiet
+	$(BIN)/ruff format
+	cargo fmt --all
+
+bench: dev ## micro-benchmarks, printed as tables
+	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-group-by=group --benchmark-columns=min,median,stddev,ops
+
+wheel: $(STAMP) ## the wheel, in dist/
+	$(BIN)/maturin build --release --quiet --out dist
+
+engine-env: wheel ## build or reuse the environment of the real engines (6.4 GB)
+	$(BIN)/python -m tests.engine.environment
+
+engine-test: dev engine-env ## tests on a real vLLM prefill/decode pair
+	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) --timeout=900 -s
+
+run: dev engine-env ## a real prefill/decode pair with the gateway in front, and curl commands to try
+	$(BIN)/python -m tests.engine.run
+
+clean: ## remove what was built (not the engine environment)
+	rm -rf $(VENV) target dist build .mypy_cache .ruff_cache .pytest_cache

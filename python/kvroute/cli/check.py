@@ -1,0 +1,55 @@
+"""``kvroute check``."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvroute import log
+from kvroute.cli.findings import Finding, findings, summary
+from kvroute.cli.options import fleet_options, settings_from
+from kvroute.http.gateway import Gateway
+
+if TYPE_CHECKING:
+    from kvroute.config import Settings
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+@click.command()
+@fleet_options
+def check(**options: Any) -> None:
+    """Probe the engines and say what works, what does not, and what to do.
+
+    Takes the options of `kvroute serve`. The exit code is 1 when something configured cannot work.
+    """
+    settings = settings_from(**options)
+    log.setup("error")
+    lines, found = asyncio.run(_probe(settings))
+    console = Console()
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        table = Table("", "where", "found", "which means", "do", show_edge=False, pad_edge=False)
+        for item in found:
+            table.add_row(f"[{_STYLES[item.level]}]{item.level}", item.subject, item.what, item.means, item.do)
+        console.print(table)
+    else:
+        for item in found:
+            console.print(f"{item.level}: {item.line()}", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(1 if any(item.level == "error" for item in found) else 0)
+
+
+async def _probe(settings: Settings) -> tuple[list[str], list[Finding]]:
+    gateway = Gateway(settings)
+    try:
+        async with gateway.monitor:
+            await gateway.monitor.first_round()
+        return list(summary(gateway.fleet)), findings(settings, gateway.fleet)
+    finally:
+        await gateway.close()

@@ -1,0 +1,221 @@
+"""What is found about each engine, what it means for what is configured, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvroute.config import Settings
+    from kvroute.fleet import Endpoint, Fleet
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding.
+
+    Attributes:
+        level: ``error``: something configured cannot work; ``warning``: it works less well than configured; ``ok``.
+        subject: The engine's URL, or ``fleet``.
+        what: What was seen.
+        means: What follows from it, empty for ``ok``.
+        do: What to do about it, empty for ``ok``.
+    """
+
+    level: Level
+    subject: str
+    what: str
+    means: str = ""
+    do: str = ""
+
+    def line(self) -> str:
+        """The finding as one line of text."""
+        parts = [f"{self.subject}: {self.what}"]
+        if self.means:
+            parts.append(self.means)
+        if self.do:
+            parts.append(f"-> {self.do}")
+        return "; ".join(parts)
+
+
+def summary(fleet: Fleet) -> Iterator[str]:
+    """One line per engine: what it is and what it can do."""
+    for endpoint in fleet.endpoints:
+        able = endpoint.capabilities
+        state = "in" if endpoint.healthy else "out"
+        models = ", ".join(endpoint.models) or "unknown"
+        yield (
+            f"{endpoint.role} {endpoint.url}: {state}, vLLM {able.version or 'unknown'}, model {models}, "
+            f"block size {able.block_size or 'unknown'}, kvroute plugin {able.plugin or 'none'}"
+        )
+
+
+def findings(settings: Settings, fleet: Fleet) -> list[Finding]:
+    """Everything worth saying about the fleet as it was last probed."""
+    found = []
+    for endpoint in fleet.endpoints:
+        found.extend(_reachability(endpoint))
+        if endpoint.healthy and endpoint.role != "both":
+            found.extend(_reuse(settings, endpoint))
+    if settings.disaggregated:
+        found.extend(_pairs(settings, fleet))
+    else:
+        found.extend(_models(fleet.of_role("both")))
+    return found
+
+
+def _reachability(endpoint: Endpoint) -> Iterator[Finding]:
+    if not endpoint.healthy:
+        yield Finding(
+            "error",
+            endpoint.url,
+            "does not answer /health with 200",
+            "it gets no requests",
+            "start it, or correct its URL; a probe waits health.timeout_seconds",
+        )
+        return
+    if not endpoint.models:
+        yield Finding(
+            "warning",
+            endpoint.url,
+            "/v1/models cannot be read",
+            "requests for any model go there",
+            "set endpoints[].models, or endpoints[].api_key if it wants a key",
+        )
+    if endpoint.capabilities.version is None:
+        yield Finding(
+            "warning",
+            endpoint.url,
+            "/version cannot be read",
+            "its release is unknown",
+            "use vLLM, or let the path through",
+        )
+    if endpoint.capabilities.block_size is None:
+        yield Finding(
+            "warning",
+            endpoint.url,
+            "/metrics names no block size",
+            "block sizes cannot be compared",
+            "start the engine without --disable-log-stats",
+        )
+
+
+def _reuse(settings: Settings, endpoint: Endpoint) -> Iterator[Finding]:
+    able = endpoint.capabilities
+    if not settings.conversations.enabled:
+        return
+    if able.plugin is None:
+        yield Finding(
+            "warning",
+            endpoint.url,
+            "kvroute's engine plugin is not there",
+            "no KV is read back for next turns, every prompt is prefilled from scratch",
+            "pip install kvroute in the engine's environment and start it with VLLM_PLUGINS=kvroute",
+        )
+        return
+    if able.connector is None:
+        yield Finding(
+            "error",
+            endpoint.url,
+            "has no KV connector",
+            "it cannot hand KV over",
+            'start it with --kv-transfer-config \'{"kv_connector": "NixlConnector", …}\'',
+        )
+    elif able.bidirectional is not True:
+        yield Finding(
+            "warning",
+            endpoint.url,
+            "bidirectional_kv_xfer is off",
+            "no KV is read back for next turns",
+            "set kv_connector_extra_config.bidirectional_kv_xfer: true on prefill and decode",
+        )
+    for feature, reason in sorted(able.off.items()):
+        yield Finding(
+            "warning",
+            endpoint.url,
+            f"plugin feature {feature} is off: {reason}",
+            _FEATURES.get(feature, "that part of reuse does not act"),
+            "use a vLLM release that the plugin supports",
+        )
+    wanted = {"prefill": ("verify_digests",), "decode": ("export_digests", "stream_params")}[endpoint.role]
+    missing = [name for name in wanted if not getattr(able, name) and name not in able.off]
+    for name in missing:
+        yield Finding(
+            "warning",
+            endpoint.url,
+            f"plugin feature {name} is off",
+            _FEATURES[name],
+            "use a vLLM release that the plugin supports",
+        )
+    if not missing and able.bidirectional:
+        yield Finding(
+            "ok",
+            endpoint.url,
+            "verifies tokens before KV is reused"
+            if endpoint.role == "prefill"
+            else "sends digests of its KV, in streams too",
+        )
+
+
+_FEATURES = {
+    "verify_digests": "handles are discarded, every prompt is prefilled from scratch",
+    "export_digests": "handles carry nothing to verify and are discarded",
+    "stream_params": "streamed chat and completions return no handle, their next turn is prefilled from scratch",
+    "hold": "blocks of one-shot requests stay held on the decode engine until its TTL",
+}
+
+
+def _pairs(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
+    prefills = [endpoint for endpoint in fleet.of_role("prefill") if endpoint.healthy]
+    decodes = [endpoint for endpoint in fleet.of_role("decode") if endpoint.healthy]
+    yield from _models(prefills + decodes)
+    for prefill in prefills:
+        for decode in decodes:
+            ours, theirs = prefill.capabilities, decode.capabilities
+            pair = f"{prefill.url} and {decode.url}"
+            if ours.block_size is not None and theirs.block_size is not None and ours.block_size != theirs.block_size:
+                yield Finding(
+                    "warning",
+                    pair,
+                    f"block sizes {ours.block_size} and {theirs.block_size} differ",
+                    "no KV is read back between them",
+                    "start both with the same --block-size",
+                )
+            if ours.scheme is not None and theirs.scheme is not None and ours.scheme != theirs.scheme:
+                yield Finding(
+                    "warning",
+                    pair,
+                    "plugin versions differ in their digests",
+                    "no KV is read back between them",
+                    "install the same kvroute release on both",
+                )
+    for decode in decodes:
+        ttl = decode.capabilities.decoder_ttl_seconds
+        if ttl is not None and settings.conversations.ttl_seconds >= ttl:
+            yield Finding(
+                "warning",
+                decode.url,
+                f"decoder_kv_blocks_ttl is {ttl:g} s",
+                f"conversations.ttl_seconds is cut from {settings.conversations.ttl_seconds:g} to {ttl * 15 / 16:g} s",
+                "set conversations.ttl_seconds below it",
+            )
+        if ttl is not None and ttl <= 0:
+            yield Finding(
+                "error", decode.url, "decoder_kv_blocks_ttl is not positive", "no handle lives", "set it above 0"
+            )
+
+
+def _models(endpoints: list[Endpoint]) -> Iterator[Finding]:
+    sets = {frozenset(endpoint.models) for endpoint in endpoints if endpoint.models}
+    if len(sets) > 1:
+        yield Finding(
+            "warning",
+            "fleet",
+            "engines list different models",
+            "a request goes only to engines that list its model",
+            "check --served-model-name on each",
+        )

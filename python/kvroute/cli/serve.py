@@ -1,0 +1,70 @@
+"""``kvroute serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvroute import log
+from kvroute.cli.findings import findings, summary
+from kvroute.cli.options import describe_settings, fleet_options, settings_from
+from kvroute.http.server import serve as run
+
+if TYPE_CHECKING:
+    from kvroute.http.gateway import Gateway
+
+_log = logging.getLogger("kvroute.serve")
+
+
+@click.command()
+@fleet_options
+@click.option(
+    "--settings", "list_settings", is_flag=True, help="List every setting with its default and meaning, and end."
+)
+def serve(*, list_settings: bool, **options: Any) -> None:
+    """Run the gateway.
+
+    Settings come from defaults, the file of --config, variables such as KVROUTE_SERVER__PORT, and flags; the later win.
+    """
+    if list_settings:
+        table = Table("setting", "default", "meaning", show_edge=False, pad_edge=False)
+        for row in describe_settings():
+            table.add_row(*row)
+        Console().print(table)
+        return
+    settings = settings_from(**options)
+    log.setup(settings.log.level)
+
+    def started(url: str, gateway: Gateway) -> None:
+        _log.info("listening on %s", url)
+        for line in summary(gateway.fleet):
+            _log.info("%s", line)
+        for finding in findings(settings, gateway.fleet):
+            _log.log(logging.INFO if finding.level == "ok" else logging.WARNING, "%s", finding.line())
+
+    try:
+        sys.exit(_loop_runner(run(settings, started=started)))
+    except OSError as error:
+        click.echo(
+            f"kvroute: cannot listen on {settings.server.host}:{settings.server.port}: {error.strerror or error}",
+            err=True,
+        )
+        sys.exit(1)
+
+
+def _loop_runner(main: Any) -> int:
+    try:
+        import uvloop  # noqa: PLC0415 - optional where it cannot be installed
+    except ImportError:
+        return asyncio.run(main)
+    if sys.version_info >= (3, 11):
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return int(runner.run(main))
+    uvloop.install()
+    return int(asyncio.run(main))

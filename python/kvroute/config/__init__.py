@@ -1,0 +1,30 @@
+"""Validated settings: one source of truth for flags, YAML and environment."""
+
+from kvroute.config.load import ConfigError, load
+from kvroute.config.settings import (
+    Conversations,
+    EndpointSettings,
+    Health,
+    Log,
+    PrefillDecode,
+    Role,
+    Routing,
+    Server,
+    Settings,
+    TimeoutSettings,
+)
+
+__all__ = [
+    "ConfigError",
+    "Conversations",
+    "EndpointSettings",
+    "Health",
+    "Log",
+    "PrefillDecode",
+    "Role",
+    "Routing",
+    "Server",
+    "Settings",
+    "TimeoutSettings",
+    "load",
+]

@@ -1,0 +1,112 @@
+"""Settings from a YAML file, the environment and flags, the later winning over the earlier."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from kvroute.config.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+ENVIRONMENT_PREFIX = "KVROUTE_"
+# Read by parts of kvroute that run outside the gateway (engine plugin, tests); not settings.
+_OTHER_VARIABLES = ("KVROUTE_ENGINE", "KVROUTE_UNSAFE_SKIP_VERIFICATION", "KVROUTE_CONFIG")
+
+
+class ConfigError(ValueError):
+    """The settings cannot be used; the text names each setting and what is allowed, one line each."""
+
+
+def load(
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    assignments: Sequence[tuple[str, str]] = (),
+    endpoints: Sequence[tuple[str, str]] = (),
+) -> Settings:
+    """Build the settings.
+
+    Args:
+        file: A YAML file with the members of :class:`Settings`.
+        environment: Variables ``KVROUTE_<SECTION>__<MEMBER>``, for example ``KVROUTE_SERVER__PORT``. Values are YAML.
+        assignments: Pairs such as ``("server.port", "8001")``. Values are YAML.
+        endpoints: Pairs of role and URL. When given they replace the endpoints of the file.
+
+    Raises:
+        ConfigError: With one line per setting that cannot be used.
+    """
+    tree = _read(file) if file is not None else {}
+    for name, value in sorted((environment or {}).items()):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name.startswith(_OTHER_VARIABLES):
+            continue
+        path = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+        _assign(tree, path, value, source=f"environment variable {name}")
+    for dotted, value in assignments:
+        _assign(tree, dotted.split("."), value, source=f"--set {dotted}")
+    if endpoints:
+        tree["endpoints"] = [{"url": url, "role": role} for role, url in endpoints]
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_lines(error))) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: must be a mapping of sections such as `server:`, it holds a {type(tree).__name__}")
+    return tree
+
+
+def _assign(tree: dict[str, Any], path: Sequence[str], text: str, *, source: str) -> None:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not a YAML value: {error}") from None
+    node: Any = tree
+    for name in path[:-1]:
+        node = node.setdefault(name, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise ConfigError(f"{source}: {'.'.join(path[:-1])} is not a section")
+    if not _exists(path):
+        raise ConfigError(f"{source}: there is no setting {'.'.join(path)}; `kvroute serve --settings` lists them")
+    node[path[-1]] = value
+
+
+def _exists(path: Sequence[str]) -> bool:
+    model: type[BaseModel] = Settings
+    for position, name in enumerate(path):
+        field = model.model_fields.get(name)
+        if field is None:
+            return False
+        if position == len(path) - 1:
+            return True
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return False
+        model = field.annotation
+    return False
+
+
+def _lines(error: ValidationError) -> list[str]:
+    lines = []
+    for item in error.errors(include_url=False, include_input=False):
+        where = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "there is no such setting; `kvroute serve --settings` lists them"
+        lines.append(f"{where}: {message}" if where else message)
+    return lines

@@ -1,0 +1,198 @@
+"""The settings of the gateway, their units, their defaults and what is allowed.
+
+Every member here acts; a knob that would do nothing does not exist yet. Durations are seconds, sizes are bytes. Zero
+never means "default":
+where a value may be switched off, the description says how.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Role = Literal["prefill", "decode", "both"]
+
+
+class Section(BaseModel):
+    """A group of settings: unknown members are refused, values never change after the start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+
+
+class Server(Section):
+    """The side that clients see."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    api_keys: tuple[SecretStr, ...] = Field((), description="keys that clients must send; empty: no check")
+    max_body_bytes: int = Field(
+        64 * 2**20, ge=1, description="largest request body; 64 MiB holds a context of about 15 million tokens of text"
+    )
+    max_header_bytes: int = Field(32 * 2**10, ge=1024, description="largest request line, and largest header field")
+    max_event_bytes: int = Field(16 * 2**20, ge=1024, description="largest single event of an engine's stream")
+    max_reply_bytes: int = Field(
+        256 * 2**20,
+        ge=1024,
+        description="largest engine reply that has to be read whole (prefill replies, replies with a handle)",
+    )
+    body_timeout_seconds: Seconds = Field(300.0, description="time a client has to send its request body")
+    keepalive_seconds: Seconds = Field(75.0, description="time an idle client connection stays open")
+    drain_seconds: Seconds = Field(60.0, description="time that running requests have to finish after SIGTERM")
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_are_usable(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in keys:
+            value = key.get_secret_value()
+            if not value or not value.isascii() or not value.isprintable() or value != value.strip():
+                raise ValueError("each key must be printable ASCII without surrounding spaces, and not empty")
+        if len({key.get_secret_value() for key in keys}) != len(keys):
+            raise ValueError("the same key is listed twice")
+        return keys
+
+
+class TimeoutSettings(Section):
+    """How long the gateway waits for an engine. There is no limit on the total time of a healthy stream."""
+
+    connect_seconds: Seconds = Field(5.0, description="to open a connection")
+    first_byte_seconds: Seconds = Field(
+        600.0, description="from the request sent to the first byte of the reply; covers queue and prefill"
+    )
+    idle_seconds: Seconds = Field(300.0, description="between two reads of a reply that has begun")
+
+
+class EndpointSettings(Section):
+    """One engine."""
+
+    url: str = Field(description="http://host:port of the engine's API server, a path prefix is allowed")
+    role: Role = Field("both", description="prefill and decode form a P/D fleet; both serves requests whole")
+    api_key: SecretStr | None = Field(None, description="the key of the engine itself, for probes and for traffic")
+    models: tuple[str, ...] | None = Field(None, description="names it serves; unset: asked from /v1/models")
+
+    @field_validator("url")
+    @classmethod
+    def _url_is_plain(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ValueError("must be http://host:port or https://host:port")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("must not hold a user, a query or a fragment; an engine's key goes to api_key")
+        try:
+            port = parts.port
+        except ValueError:
+            raise ValueError("the port must be 1 to 65535") from None
+        if port == 0:
+            raise ValueError("the port must be 1 to 65535")
+        return url.rstrip("/")
+
+
+class Health(Section):
+    """How engines are probed. A probe reads /health and, when kvroute's engine plugin is there, its instance id."""
+
+    interval_seconds: Seconds = Field(
+        2.0, description="between two probes of one engine; must stay below the time an engine needs to restart"
+    )
+    timeout_seconds: Seconds = Field(2.0, description="for one probe")
+    failures_to_remove: int = Field(
+        2, ge=1, description="failed probes in a row that take an engine out; a refused connection does at once"
+    )
+
+
+class Routing(Section):
+    """Which engine serves a request."""
+
+    policy: Literal["least_loaded", "round_robin"] = Field(
+        "least_loaded",
+        description="least_loaded: fewest requests in flight from this gateway, ties spread; round_robin: per model",
+    )
+    connect_attempts: int = Field(3, ge=1, le=16, description="engines tried for one request before anything was sent")
+
+
+class PrefillDecode(Section):
+    """How the two legs of a disaggregated request behave."""
+
+    prefill_attempts: int = Field(
+        2, ge=1, le=8, description="prefill runs for one request: a second one after a 5xx, a reset or a timeout"
+    )
+    fallback: Literal["decode", "none"] = Field(
+        "decode",
+        description="no prefill engine left: decode runs the whole request on the decode engine, none answers 503",
+    )
+    handoff_seconds: Seconds = Field(
+        25.0,
+        description="age at which a prefill's blocks are given up; must stay below the lease (30 s)",
+    )
+
+
+class Conversations(Section):
+    """Where the decode engine's KV of each conversation lies, for the next turn."""
+
+    enabled: bool = Field(True, description="false: every turn is prefilled from scratch")
+    ttl_seconds: Seconds = Field(
+        450.0,
+        description="age at which a handle is given up; must stay below the engine's own (480 s)",
+    )
+    max_entries: int = Field(
+        100_000, ge=1, description="conversations remembered; the least recently used one goes first"
+    )
+    verify: Literal["engine", "off"] = Field(
+        "engine",
+        description="engine: the engines compare tokens before KV is reused; off: nobody does, see allow_wrong_answers",
+    )
+    allow_wrong_answers: bool = Field(
+        False, description="must be true for verify: off, which reuses KV of other text and answers 200"
+    )
+
+    @model_validator(mode="after")
+    def _off_is_admitted(self) -> Conversations:
+        if self.verify == "off" and not self.allow_wrong_answers:
+            raise ValueError(
+                "verify: off needs allow_wrong_answers: true, because answers can be wrong without any error"
+            )
+        return self
+
+
+class Log(Section):
+    """What is written to standard error. Prompts, replies and keys never are."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least severe level written")
+    access: bool = Field(False, description="one line per request")
+
+
+class Settings(Section):
+    """All settings of ``kvroute serve``."""
+
+    server: Server = Server()
+    timeouts: TimeoutSettings = TimeoutSettings()
+    endpoints: tuple[EndpointSettings, ...] = Field((), description="the engines")
+    health: Health = Health()
+    routing: Routing = Routing()
+    pd: PrefillDecode = PrefillDecode()
+    conversations: Conversations = Conversations()
+    log: Log = Log()
+
+    @model_validator(mode="after")
+    def _fleet_is_whole(self) -> Settings:
+        if not self.endpoints:
+            raise ValueError(
+                "endpoints: at least one engine is needed (--endpoint URL, or --prefill URL with --decode URL)"
+            )
+        urls = [endpoint.url for endpoint in self.endpoints]
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if twice:
+            raise ValueError(f"endpoints: listed twice: {', '.join(twice)}")
+        roles = {endpoint.role for endpoint in self.endpoints}
+        if "both" in roles and len(roles) > 1:
+            raise ValueError("endpoints: role both cannot be mixed with prefill and decode")
+        if len(roles) == 1 and roles != {"both"}:
+            missing = "decode" if roles == {"prefill"} else "prefill"
+            raise ValueError(f"endpoints: a prefill/decode fleet needs at least one engine with role {missing}")
+        return self
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether requests run in two legs, prefill and decode."""
+        return self.endpoints[0].role != "both"

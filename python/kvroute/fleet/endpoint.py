@@ -1,0 +1,144 @@
+"""One engine as the gateway knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kvroute.config import Role
+    from kvroute.upstream import Origin
+
+Leg = Literal["prefill", "decode", "whole"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine says of itself.
+
+    Everything is ``None`` or ``False`` when unknown: an engine without kvroute's plugin is served, but nothing is
+    assumed of it.
+    """
+
+    version: str | None = None
+    plugin: str | None = None
+    instance: str | None = None
+    engine_id: str | None = None
+    block_size: int | None = None
+    connector: str | None = None
+    bidirectional: bool | None = None
+    scheme: str | None = None
+    stream_params: bool = False
+    export_digests: bool = False
+    verify_digests: bool = False
+    hold: bool = False
+    decoder_ttl_seconds: float | None = None
+    prefix_caching: bool | None = None
+    off: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, version: str | None, report: Mapping[str, Any] | None) -> Capabilities:
+        """Read the answer of ``GET /kvroute/capabilities``; members of a wrong type count as unknown."""
+        if report is None:
+            return cls(version=version)
+
+        def text(name: str) -> str | None:
+            value = report.get(name)
+            return value if isinstance(value, str) else None
+
+        def whole(name: str) -> int | None:
+            value = report.get(name)
+            return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+        def flag(name: str) -> bool | None:
+            value = report.get(name)
+            return value if isinstance(value, bool) else None
+
+        features = report.get("features")
+        on = features if isinstance(features, dict) else {}
+        off = report.get("off")
+        ttl = report.get("decoder_kv_blocks_ttl")
+        return cls(
+            version=text("vllm") or version,
+            plugin=text("kvroute"),
+            instance=text("instance"),
+            engine_id=text("engine_id"),
+            block_size=whole("block_size"),
+            connector=text("connector"),
+            bidirectional=flag("bidirectional_kv_xfer"),
+            scheme=text("scheme"),
+            stream_params=on.get("stream_params") is True,
+            export_digests=on.get("export_digests") is True,
+            verify_digests=on.get("verify_digests") is True,
+            hold=on.get("hold") is True,
+            decoder_ttl_seconds=float(ttl) if isinstance(ttl, (int, float)) and not isinstance(ttl, bool) else None,
+            prefix_caching=flag("prefix_caching"),
+            off={str(key): str(value) for key, value in off.items()} if isinstance(off, dict) else {},
+        )
+
+
+class Endpoint:
+    """An engine's address, role, state and load.
+
+    Attributes:
+        url: The engine's base URL, also its name in metrics and logs.
+        epoch: Grows when the engine restarts or vanishes; a handle of an older epoch is dead.
+        healthy: Whether it takes part in routing.
+        in_flight: Requests this gateway has running on it, per leg.
+    """
+
+    __slots__ = (
+        "api_key",
+        "capabilities",
+        "configured_models",
+        "epoch",
+        "failures",
+        "healthy",
+        "in_flight",
+        "models",
+        "origin",
+        "role",
+        "seen",
+        "url",
+    )
+
+    def __init__(
+        self, url: str, origin: Origin, role: Role, *, api_key: str | None = None, models: tuple[str, ...] | None = None
+    ) -> None:
+        self.url = url
+        self.origin = origin
+        self.role: Role = role
+        self.api_key = api_key
+        self.configured_models = models
+        self.models: dict[str, dict[str, Any]] = {name: {"id": name, "object": "model"} for name in models or ()}
+        self.capabilities = Capabilities()
+        self.epoch = 0
+        self.healthy = False
+        self.failures = 0
+        self.seen = False
+        self.in_flight: dict[Leg, int] = {"prefill": 0, "decode": 0, "whole": 0}
+
+    @property
+    def load(self) -> int:
+        """Requests in flight on all legs."""
+        flights = self.in_flight
+        return flights["prefill"] + flights["decode"] + flights["whole"]
+
+    @contextmanager
+    def flight(self, leg: Leg) -> Iterator[None]:
+        """Count one request for as long as it runs; given back on every path."""
+        self.in_flight[leg] += 1
+        try:
+            yield
+        finally:
+            self.in_flight[leg] -= 1
+
+    def serves(self, model: str | None) -> bool:
+        """Whether a request for ``model`` may go here; no model asked for, or none known yet, matches."""
+        return model is None or not self.models or model in self.models
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self.url} {self.role} {'healthy' if self.healthy else 'out'} epoch {self.epoch}>"

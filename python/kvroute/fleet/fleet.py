@@ -1,0 +1,89 @@
+"""All engines of the gateway and the choice among them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvroute.fleet.endpoint import Endpoint
+from kvroute.upstream import Origin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvroute.config import Role, Settings
+
+
+class Fleet:
+    """The engines, by role and model."""
+
+    def __init__(self, endpoints: Iterable[Endpoint], *, policy: str = "least_loaded") -> None:
+        self.endpoints: tuple[Endpoint, ...] = tuple(endpoints)
+        self._by_url = {endpoint.url: endpoint for endpoint in self.endpoints}
+        self._policy = policy
+        self._turns: dict[tuple[Role, str | None], int] = {}
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Fleet:
+        """The fleet that the settings describe."""
+        return cls(
+            (
+                Endpoint(
+                    item.url,
+                    Origin.parse(item.url),
+                    item.role,
+                    api_key=item.api_key.get_secret_value() if item.api_key is not None else None,
+                    models=item.models,
+                )
+                for item in settings.endpoints
+            ),
+            policy=settings.routing.policy,
+        )
+
+    def get(self, url: str) -> Endpoint | None:
+        """The engine of that URL, if it belongs to the fleet."""
+        return self._by_url.get(url)
+
+    def of_role(self, role: Role) -> list[Endpoint]:
+        """All engines of a role, whatever their state."""
+        return [endpoint for endpoint in self.endpoints if endpoint.role == role]
+
+    def knows(self, model: str) -> bool:
+        """Whether any engine, up or down, serves the model, or may serve it because its models are not known yet."""
+        return any(endpoint.serves(model) for endpoint in self.endpoints)
+
+    def ranked(self, role: Role, model: str | None, *, avoid: Sequence[Endpoint] = ()) -> list[Endpoint]:
+        """Healthy engines of a role that serve the model, the best first.
+
+        The first is the policy's choice; the rest are where a failed connection goes next. Ties are spread by rotation,
+        per role and
+        model, so that interleaved models do not share one counter.
+        """
+        candidates = [
+            endpoint
+            for endpoint in self.endpoints
+            if endpoint.role == role and endpoint.healthy and endpoint.serves(model) and endpoint not in avoid
+        ]
+        if len(candidates) < 2:
+            return candidates
+        turn = self._turns.get((role, model), 0)
+        if len(self._turns) > 10_000:  # model names come from clients
+            self._turns.clear()
+        self._turns[(role, model)] = turn + 1
+        start = turn % len(candidates)
+        rotated = candidates[start:] + candidates[:start]
+        if self._policy == "least_loaded":
+            rotated.sort(key=lambda endpoint: endpoint.load)  # stable: the rotation decides ties
+        return rotated
+
+    def models(self) -> list[dict[str, Any]]:
+        """The merged model list: every model of a healthy engine once, as the first engine that has it describes it."""
+        merged: dict[str, dict[str, Any]] = {}
+        for endpoint in self.endpoints:
+            if endpoint.healthy:
+                for name, entry in endpoint.models.items():
+                    merged.setdefault(name, entry)
+        return list(merged.values())
+
+    def usable(self) -> bool:
+        """Whether any request can be served: by an engine of role both, or by a decode engine."""
+        return any(endpoint.healthy and endpoint.role != "prefill" for endpoint in self.endpoints)

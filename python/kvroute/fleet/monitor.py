@@ -1,0 +1,149 @@
+"""Keeps the state of every engine current: one probe loop per engine, so that a stuck one delays no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvroute.fleet.probe import Probe
+from kvroute.upstream import Timeouts, UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Self
+
+    from kvroute.config import Health
+    from kvroute.fleet.endpoint import Capabilities, Endpoint
+    from kvroute.fleet.fleet import Fleet
+    from kvroute.upstream import Pool
+
+_log = logging.getLogger("kvroute.fleet")
+# Models and capabilities of a healthy engine are asked again this seldom; a restart is noticed by every probe.
+_REFRESH_PROBES = 15
+
+
+class Monitor:
+    """Probes the fleet until closed.
+
+    An engine takes part from its first good probe on. It leaves after ``failures_to_remove`` failed probes in a row, or
+    at once when a
+    connection is refused. Whenever it leaves, or its instance id changes, its epoch grows: KV handles of the old epoch
+    are dead. That
+    this notices every restart rests on ``interval_seconds`` being shorter than an engine's start, which takes many
+    seconds.
+    """
+
+    def __init__(
+        self, fleet: Fleet, pool: Pool, settings: Health, *, on_change: Callable[[Endpoint], None] | None = None
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._pool = pool
+        self._probe = Probe(
+            pool,
+            Timeouts(
+                connect=settings.timeout_seconds, first_byte=settings.timeout_seconds, idle=settings.timeout_seconds
+            ),
+        )
+        self._on_change = on_change
+        self._wake = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
+        self._first = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._watch(endpoint), name=f"probe {endpoint.url}")
+            for endpoint in self._fleet.endpoints
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def first_round(self) -> None:
+        """Return when every engine was probed once, or at the latest after one probe's time limit."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(
+                asyncio.gather(*(event.wait() for event in self._first.values())), 5 * self._settings.timeout_seconds
+            )
+
+    def suspect(self, endpoint: Endpoint, error: UpstreamError) -> None:
+        """A request failed: a refused connection takes the engine out at once, anything else has it probed now."""
+        if error.kind == "connect":
+            self._remove(endpoint, str(error))
+        self._wake[endpoint.url].set()
+
+    async def _watch(self, endpoint: Endpoint) -> None:
+        wake = self._wake[endpoint.url]
+        rounds = 0
+        while True:
+            wake.clear()
+            try:
+                await self._round(endpoint, refresh=rounds % _REFRESH_PROBES == 0)
+                rounds += 1
+            except UpstreamError as error:
+                rounds = 0
+                self._failed(endpoint, error)
+            except Exception:  # noqa: BLE001 - a probe loop that ends would leave a healthy engine out for ever
+                rounds = 0
+                _log.exception("probe of %s failed", endpoint.url)
+            self._first[endpoint.url].set()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(wake.wait(), self._settings.interval_seconds)
+
+    async def _round(self, endpoint: Endpoint, *, refresh: bool) -> None:
+        status = await self._probe.health(endpoint)
+        if status != 200:
+            self._remove(endpoint, f"/health answered {status}")
+            return
+        if refresh or not endpoint.healthy:
+            capabilities = await self._probe.capabilities(endpoint)
+            models = None if endpoint.configured_models is not None else await self._probe.models(endpoint)
+            if models is not None:
+                endpoint.models = models
+            self._learn(endpoint, capabilities)
+        elif endpoint.capabilities.instance is not None:
+            report = await self._probe.report(endpoint)
+            if report is None or report.get("instance") != endpoint.capabilities.instance:
+                self._learn(endpoint, await self._probe.capabilities(endpoint))
+        endpoint.failures = 0
+        if not endpoint.healthy:
+            endpoint.healthy = True
+            _log.info(
+                "%s %s is in (vLLM %s, kvroute plugin %s)",
+                endpoint.role,
+                endpoint.url,
+                endpoint.capabilities.version,
+                endpoint.capabilities.plugin,
+            )
+            if self._on_change is not None:
+                self._on_change(endpoint)
+
+    def _learn(self, endpoint: Endpoint, found: Capabilities) -> None:
+        before = endpoint.capabilities
+        endpoint.capabilities = found
+        if endpoint.seen and before.instance != found.instance:
+            endpoint.epoch += 1
+            self._pool.close_idle(endpoint.origin)
+            _log.warning("%s restarted: KV handles of its last run are dead", endpoint.url)
+        endpoint.seen = True
+
+    def _failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
+        endpoint.failures += 1
+        if error.kind == "connect" or endpoint.failures >= self._settings.failures_to_remove:
+            self._remove(endpoint, str(error))
+
+    def _remove(self, endpoint: Endpoint, reason: str) -> None:
+        if not endpoint.healthy:
+            return
+        endpoint.healthy = False
+        endpoint.epoch += 1
+        self._pool.close_idle(endpoint.origin)
+        _log.warning("%s %s is out: %s", endpoint.role, endpoint.url, reason)
+        if self._on_change is not None:
+            self._on_change(endpoint)

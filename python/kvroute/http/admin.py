@@ -1,0 +1,78 @@
+"""What the gateway answers itself: its health, its readiness, its metrics, the merged model list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import orjson
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvroute.http.errors import GatewayError, error_response
+from kvroute.http.intake import request_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvroute.http.gateway import Gateway
+
+
+class Admin:
+    """Handlers of the gateway's own routes.
+
+    Health and metrics need no key: orchestrators and scrapers call them, and they hold no prompt, key or client name.
+    The model list does.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def routes(self) -> list[web.RouteDef]:
+        """The routes of this class."""
+        return [
+            web.get("/health", self.health),
+            web.get("/live", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+            web.get("/v1/models", self._with_key(self.models)),
+        ]
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """200 while the process serves; says nothing of engines, so that a dead engine restarts no gateway."""
+        return _json({"status": "ok"})
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        """200 while requests can be served; 503 with the state of each engine otherwise."""
+        gateway = self._gateway
+        usable = gateway.fleet.usable() and not gateway.draining
+        engines = [{"role": engine.role, "healthy": engine.healthy} for engine in gateway.fleet.endpoints]
+        status = "ready" if usable else "draining" if gateway.draining else "no usable engine"
+        return _json({"status": status, "engines": engines}, status=200 if usable else 503)
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """Prometheus text."""
+        return web.Response(body=self._gateway.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def models(self, _request: web.Request) -> web.Response:
+        """The models of all healthy engines, each once, from the last probe: no engine is asked now."""
+        models = self._gateway.fleet.models()
+        if not models:
+            raise GatewayError(503, "no healthy engine lists a model now", retry_after=1)
+        return _json({"object": "list", "data": models})
+
+    def _with_key(
+        self, handler: Callable[[web.Request], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def checked(request: web.Request) -> web.Response:
+            request_id, _ = request_ids(request)
+            try:
+                self._gateway.authenticator.tenant(request.headers)
+                return await handler(request)
+            except GatewayError as error:
+                return error_response(request.path, error, request_id)
+
+        return checked
+
+
+def _json(tree: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(tree), status=status, content_type="application/json")

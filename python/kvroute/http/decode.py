@@ -1,0 +1,125 @@
+"""The decode leg: the client's request on D, with the prefill's hand-off, its answer relayed and its handle kept."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvroute._core import Edits
+from kvroute.http.errors import GatewayError
+from kvroute.kv.conversations import Held
+from kvroute.kv.params import decode_params, read_handle
+from kvroute.kv.recipes import OWNED
+from kvroute.plan.reuse import possible
+from kvroute.upstream import UpstreamError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from kvroute.fleet import Endpoint
+    from kvroute.http.gateway import Gateway
+    from kvroute.http.intake import Incoming
+    from kvroute.http.prefill import Prefilled
+    from kvroute.kv.turn import Turn
+    from kvroute.plan.plan import Plan
+    from kvroute.upstream import Relayed
+
+_CLIENT_BODY = Edits(drop=OWNED)
+
+
+class DecodeLeg:
+    """One request's decode leg."""
+
+    def __init__(self, gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, prefilled: Prefilled) -> None:
+        self._gateway = gateway
+        self._incoming = incoming
+        self._plan = plan
+        self._turn = turn
+        self._prefilled = prefilled
+        self._handoff = prefilled.handoff
+
+    async def run(self) -> web.StreamResponse:
+        """Send the request to the first decode engine that takes the connection and relay its answer.
+
+        A hand-off goes to at most one engine that may have read it. What no engine got is released on the prefill
+        engine.
+
+        Raises:
+            GatewayError: When no engine took it, or the engine failed before its first byte.
+        """
+        last: UpstreamError | None = None
+        try:
+            for endpoint in self._plan.targets[: self._gateway.settings.routing.connect_attempts]:
+                with endpoint.flight("decode"):
+                    try:
+                        return await self._on(endpoint)
+                    except UpstreamError as error:
+                        self._gateway.failed(endpoint, error)
+                        if error.request_sent:
+                            self._handoff = None
+                            raise self._gateway.answer_for(error) from None
+                        last = error
+        finally:
+            if self._handoff is not None:
+                self._gateway.metrics.handoffs.labels("abandoned").inc()
+        if last is not None:
+            raise self._gateway.answer_for(last)
+        raise GatewayError(503, "no healthy decode engine can serve this request now", retry_after=1)
+
+    async def _on(self, endpoint: Endpoint) -> web.StreamResponse:
+        gateway, incoming = self._gateway, self._incoming
+        if self._handoff is not None and time.monotonic() >= self._prefilled.deadline:
+            # The prefill engine frees its blocks when the lease ends; reading them later has answered 200 with other
+            # text.
+            gateway.metrics.handoffs.labels("expired").inc()
+            self._handoff = None
+        started = time.monotonic()
+        epoch = endpoint.epoch
+        exchange = await gateway.pool.send(
+            endpoint.origin, "POST", incoming.target, incoming.headers_for(endpoint), self._body(endpoint)
+        )
+        if self._handoff is not None:
+            # From here the decode engine reads the blocks, or tells the prefill engine to free them.
+            gateway.metrics.handoffs.labels("ok" if exchange.status == 200 else "refused").inc()
+            self._handoff = None
+        async with exchange:
+            gateway.metrics.first_byte.labels(self._plan.mode).observe(time.monotonic() - started)
+            relayed = await exchange.relay(
+                incoming.request, hide=True, extra_headers=[(b"X-Request-Id", incoming.request_id.encode())]
+            )
+        gateway.relayed(endpoint, relayed)
+        if exchange.status == 200:
+            self._remember(endpoint, epoch, relayed)
+        return relayed.response
+
+    def _body(self, endpoint: Endpoint) -> bytes:
+        body, holder = self._incoming.body, self._prefilled.endpoint
+        assert body is not None
+        if self._handoff is None or holder is None:
+            return body.splice(_CLIENT_BODY, kv_transfer_params=None)
+        able = endpoint.capabilities
+        verify = self._gateway.settings.conversations.verify
+        wanted = self._turn.key is not None and possible(able, list(self._plan.prefills), verify=verify)
+        params = decode_params(self._handoff, prefill_host=holder.origin.host, hold=wanted if able.hold else None)
+        return body.splice(_CLIENT_BODY, kv_transfer_params=params)
+
+    def _remember(self, endpoint: Endpoint, epoch: int, relayed: Relayed) -> None:
+        """Store the new handle of a turn that ended well; anything else leaves none."""
+        tap = relayed.tap
+        whole = relayed.outcome == "complete" and tap is not None and not tap.error
+        handle = read_handle(tap.handle, from_decode=True) if whole and tap is not None else None
+        fates = self._gateway.metrics.handles
+        if self._turn.key is None:
+            if handle is not None:
+                fates.labels("no_conversation").inc()
+            return
+        held = None
+        if handle is not None:
+            ttl = self._gateway.settings.conversations.ttl_seconds
+            engine_ttl = endpoint.capabilities.decoder_ttl_seconds
+            if engine_ttl is not None:
+                ttl = min(ttl, engine_ttl * 15 / 16)  # the margin of the defaults: 450 of 480 s
+            held = Held(handle, endpoint.url, epoch, time.monotonic() + ttl)
+        fates.labels("stored" if held is not None else "not_returned").inc()
+        if self._turn.finish(endpoint.url, held) is not None:
+            fates.labels("replaced").inc()

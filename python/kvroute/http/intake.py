@@ -1,0 +1,188 @@
+"""What comes in: the request's body, its ids, its trace, and the headers that go on to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import secrets
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from kvroute._core import Body, BodyError
+from kvroute.http.errors import GatewayError
+from kvroute.kv.params import ParamsError, Policy, client_policy
+from kvroute.upstream import forward_headers
+
+if TYPE_CHECKING:
+    from aiohttp import StreamReader
+
+    from kvroute.fleet import Endpoint
+    from kvroute.plan.api import Api
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
+_LONGEST_CONVERSATION_ID = 256
+# Replaced by the gateway's own on every leg; Content-Encoding, because aiohttp has decoded the body.
+_OWN_HEADERS = frozenset({b"x-request-id", b"traceparent", b"content-encoding"})
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+
+
+@dataclasses.dataclass(slots=True)
+class Incoming:
+    """One request, read and checked.
+
+    Attributes:
+        request: aiohttp's request, whose transport the answer goes to.
+        target: Path and query for the engine.
+        api: The API that is spoken, None for bodies that pass through unread.
+        request_id: The id the client knows.
+        engine_request_id: The id engines see, the same on both legs, unique per request.
+        tenant: Whose request it is.
+        raw: The body's bytes.
+        body: The scanned body, None for a body that passes through unread.
+        policy: What the client asked of loading and offloading.
+    """
+
+    request: web.Request
+    path: str
+    target: str
+    api: Api | None
+    request_id: str
+    engine_request_id: str
+    tenant: str
+    raw: bytes
+    body: Body | None
+    policy: Policy
+    keep_credentials: bool
+
+    @property
+    def model(self) -> str | None:
+        """The model that is asked for, if the body names one."""
+        return self.body.model if self.body is not None else None
+
+    @property
+    def conversation(self) -> str | None:
+        """The conversation's id: the member ``conversation_id``, else the header ``X-Session-ID``.
+
+        Raises:
+            GatewayError: 400, when the header's value is too long.
+        """
+        if self.body is not None and self.body.conversation_id:
+            return self.body.conversation_id
+        session = self.request.headers.get("X-Session-ID")
+        if session is not None and len(session.encode("utf-8", "surrogateescape")) > _LONGEST_CONVERSATION_ID:
+            raise GatewayError(
+                400, f"header X-Session-ID must be at most {_LONGEST_CONVERSATION_ID} bytes", param="X-Session-ID"
+            )
+        return session or None
+
+    def headers_for(self, endpoint: Endpoint) -> list[tuple[bytes, bytes]]:
+        """The request headers of one leg."""
+        drop = _OWN_HEADERS if self.keep_credentials and endpoint.api_key is None else _OWN_HEADERS | _CREDENTIALS
+        headers = forward_headers(self.request.raw_headers, drop=drop)
+        headers.append((b"X-Request-Id", self.engine_request_id.encode()))
+        trace = child_trace(self.request.headers.getall("traceparent", []))
+        if trace is not None:
+            headers.append((b"traceparent", trace))
+        if endpoint.api_key is not None:
+            headers.append((b"Authorization", b"Bearer " + endpoint.api_key.encode()))
+        return headers
+
+
+def request_ids(request: web.Request) -> tuple[str, str]:
+    """The id for the client and the id for the engines.
+
+    A client's own id goes back to it. Engines use ids as keys, and clients may send one id twice at a time, so what
+    engines see gets a
+    random part.
+    """
+    given = request.headers.get("X-Request-Id", "")
+    suffix = secrets.token_hex(8)
+    if _REQUEST_ID.match(given):
+        return given, f"{given[:64]}-{suffix}"
+    return f"kvr-{suffix}", f"kvr-{suffix}"
+
+
+def child_trace(values: list[str]) -> bytes | None:
+    """The ``traceparent`` of a leg: same trace and flags, a new parent id; None for a missing or malformed one."""
+    match = _TRACEPARENT.match(values[0]) if len(values) == 1 else None
+    if match is None:
+        return None
+    version, trace, parent, flags = match.groups()
+    if version == "ff" or trace == "0" * 32 or parent == "0" * 16:
+        return None
+    return f"00-{trace}-{secrets.token_hex(8)}-{flags}".encode()
+
+
+async def read_body(request: web.Request, *, limit: int, timeout: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        GatewayError: 413 when it is larger than ``limit`` bytes, 408 when it took longer than ``timeout`` seconds, 400
+            when it is cut.
+    """
+    length = request.content_length
+    if length is not None and length > limit:
+        raise _too_large(limit)
+    if not request.body_exists:
+        return b""
+    content = request.content
+    first = content.read_nowait()
+    if content.at_eof():  # the usual case: it came with the head, no clock is needed
+        if len(first) > limit:
+            raise _too_large(limit)
+        return first
+    try:
+        return await asyncio.wait_for(_rest(content, first, limit), timeout)
+    except asyncio.TimeoutError:
+        raise GatewayError(408, f"the request body took longer than {timeout:g} seconds", close=True) from None
+    except web.RequestPayloadError as error:
+        raise GatewayError(400, f"the request body is cut or malformed: {error}", close=True) from None
+
+
+async def _rest(content: StreamReader, first: bytes, limit: int) -> bytes:
+    chunks = [first]
+    size = len(first)
+    while True:
+        if size > limit:
+            raise _too_large(limit)
+        chunk = await content.readany()
+        if not chunk:
+            return b"".join(chunks)
+        chunks.append(chunk)
+        size += len(chunk)
+
+
+def _too_large(limit: int) -> GatewayError:
+    return GatewayError(
+        413, f"the request body is larger than {limit} bytes (setting server.max_body_bytes)", close=True
+    )
+
+
+def scan_body(raw: bytes) -> tuple[Body, Policy]:
+    """Scan a JSON body and cut its transfer parameters down to policy.
+
+    Raises:
+        GatewayError: 400 that names the member or the byte offset.
+    """
+    try:
+        body = Body.scan(raw)
+        policy = client_policy(body.kv_transfer_params)
+        extra = body.raw("vllm_xargs")
+        if extra is not None and extra.startswith(b"{"):
+            _refuse_smuggled(Body.scan(extra))
+    except BodyError as error:
+        raise GatewayError(400, str(error), param=error.member) from None
+    except ParamsError as error:
+        raise GatewayError(400, str(error), param=error.member) from None
+    return body, policy
+
+
+def _refuse_smuggled(extra: Body) -> None:
+    # vLLM merges vllm_xargs into the dictionary that holds the transfer parameters: a text there would reach the KV
+    # connector.
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        if extra.raw(name) is not None:
+            raise GatewayError(400, f"vllm_xargs.{name} is not allowed", param=f"vllm_xargs.{name}")

@@ -1,0 +1,214 @@
+"""The prefill leg: a one-token run on P that computes the prompt's KV, or reads it back from the last turn's D."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvroute._core import Body, BodyError
+from kvroute.kv.params import Handle, prefill_params, read_handle
+from kvroute.kv.recipes import RECIPES
+from kvroute.plan.reuse import Decision, decide
+from kvroute.upstream import Reply, UpstreamError
+
+if TYPE_CHECKING:
+    from kvroute.fleet import Endpoint
+    from kvroute.http.gateway import Gateway
+    from kvroute.http.intake import Incoming
+    from kvroute.kv.conversations import Held
+    from kvroute.kv.turn import Turn
+    from kvroute.plan.plan import Plan
+
+_log = logging.getLogger("kvroute.prefill")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefilled:
+    """How the prefill leg ended.
+
+    Attributes:
+        endpoint: The engine that ran it, None when none did.
+        handoff: What it returned, None when the decode engine has to compute the prompt itself.
+        deadline: Monotonic time after which the hand-off's blocks must not be read any more.
+        refusal: A reply that ends the request and goes to the client as it is.
+    """
+
+    endpoint: Endpoint | None = None
+    handoff: Handle | None = None
+    deadline: float = 0.0
+    refusal: Reply | None = None
+
+
+class PrefillLeg:
+    """One request's prefill leg, over as many engines as the settings allow."""
+
+    def __init__(self, gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn) -> None:
+        self._gateway = gateway
+        self._incoming = incoming
+        self._plan = plan
+        self._turn = turn
+        # What became of the conversation's KV, for the one count per turn; an earlier attempt's word stands.
+        self._reuse: tuple[str, str] | None = None
+
+    async def run(self) -> Prefilled:
+        """Run the leg.
+
+        Raises:
+            GatewayError: When an engine did not answer in time.
+        """
+        try:
+            return await self._attempts()
+        finally:
+            outcome, reason = self._reuse or ("miss", self._why_no_handle())
+            self._gateway.metrics.reuse.labels(outcome, reason).inc()
+
+    async def _attempts(self) -> Prefilled:
+        settings = self._gateway.settings
+        waiting = list(self._plan.prefills)
+        runs = connects = 0
+        while waiting and runs < settings.pd.prefill_attempts and connects < settings.routing.connect_attempts:
+            endpoint = waiting.pop(0)
+            held, decision = self._turn.held, self._decide(endpoint)
+            try:
+                reply, seconds = await self._send(endpoint, held, decision)
+            except UpstreamError as error:
+                self._gateway.failed(endpoint, error)
+                if not error.request_sent:
+                    self._turn.held = held  # it never left
+                    connects += 1
+                    continue
+                self._note(decision, None)
+                if error.kind == "first_byte_timeout":
+                    # A second run would load the next engine while this one may still compute (vLLM 29906).
+                    raise self._gateway.answer_for(error) from None
+                runs += 1
+                self._gateway.metrics.prefill_retries.labels(error.kind).inc()
+                continue
+            runs += 1
+            if reply.status == 200:
+                return self._finish(endpoint, decision, reply, seconds)
+            self._note(decision, None)
+            if reply.status < 500 and reply.status != 429:
+                return Prefilled(refusal=reply)
+            self._gateway.metrics.prefill_retries.labels("status").inc()
+            if decision is not None and decision.action == "read":
+                # A failed read answers 500 (contract, section 2): the same engine can still compute the prompt.
+                waiting.insert(0, endpoint)
+            elif not waiting and reply.status in {429, 503}:
+                return Prefilled(refusal=reply)  # every prefill engine is full: the client has to slow down
+        self._gateway.metrics.whole.labels("prefill_failed").inc()
+        return Prefilled()
+
+    async def _send(self, endpoint: Endpoint, held: Held | None, decision: Decision | None) -> tuple[Reply, float]:
+        incoming = self._incoming
+        body = self._body(held, decision)
+        started = time.monotonic()
+        with endpoint.flight("prefill"):
+            if decision is not None:
+                self._turn.spend()  # before the first byte leaves: an abort halfway may have spent it
+            reply = await self._gateway.pool.fetch(
+                endpoint.origin,
+                "POST",
+                incoming.target,
+                incoming.headers_for(endpoint),
+                body,
+                limit=self._gateway.settings.server.max_reply_bytes,
+            )
+        return reply, time.monotonic() - started
+
+    def _decide(self, prefill: Endpoint) -> Decision | None:
+        held = self._turn.held
+        if held is None:
+            return None
+        return decide(
+            held,
+            decode=self._gateway.fleet.get(held.decode),
+            prefill=prefill.capabilities,
+            now=time.monotonic(),
+            verify=self._gateway.settings.conversations.verify,
+        )
+
+    def _body(self, held: Held | None, decision: Decision | None) -> bytes:
+        incoming = self._incoming
+        assert incoming.api is not None
+        assert incoming.body is not None
+        if held is None or decision is None or decision.action == "drop":
+            params = prefill_params(incoming.policy)
+        else:
+            decode = self._gateway.fleet.get(held.decode)
+            params = prefill_params(
+                incoming.policy,
+                handle=held.handle,
+                discard=decision.action == "discard",
+                unverified=self._gateway.settings.conversations.verify == "off",
+                decode_host=decode.origin.host if decode is not None else None,
+            )
+        return RECIPES[incoming.api].apply(incoming.body, params)
+
+    def _finish(self, endpoint: Endpoint, decision: Decision | None, reply: Reply, seconds: float) -> Prefilled:
+        try:
+            raw = Body.scan(reply.body).kv_transfer_params
+        except BodyError:
+            raw = None
+        handoff = read_handle(raw, from_decode=False)
+        self._note(decision, handoff)
+        metrics = self._gateway.metrics
+        read_back = handoff is not None and handoff.reuse is not None and handoff.reuse.verified > 0
+        metrics.prefill.labels("read_back" if read_back else "computed").observe(seconds)
+        if handoff is None:
+            metrics.handoffs.labels("no_params" if raw is None else "no_blocks").inc()
+            _log.warning(
+                "%s answered a prefill without KV to hand over; decode computes the prompt itself", endpoint.url
+            )
+        return Prefilled(endpoint, handoff, time.monotonic() + self._gateway.settings.pd.handoff_seconds)
+
+    # -- counting ----------------------------------------------------------------------------------------------------
+
+    def _note(self, decision: Decision | None, handoff: Handle | None) -> None:
+        """Keep what became of a handle that was sent to, or kept from, an engine that took the request."""
+        if decision is None or self._reuse is not None:
+            return
+        metrics = self._gateway.metrics
+        if decision.action != "read":
+            self._reuse = ("refused", decision.reason)
+            metrics.handles.labels("discarded" if decision.action == "discard" else "dropped").inc()
+            return
+        metrics.handles.labels("sent").inc()
+        if handoff is None:
+            self._reuse = ("refused", "prefill_failed")
+        elif handoff.reuse is None:
+            self._reuse = ("unreported", "no_report")
+        else:
+            reuse = handoff.reuse
+            outcome = reuse.outcome if reuse.outcome in {"hit", "trimmed"} else "refused"
+            self._reuse = (outcome, reuse.reason if reuse.reason in _REASONS else "other")
+            metrics.reuse_tokens.labels("claimed").inc(max(0, reuse.claimed))
+            metrics.reuse_tokens.labels("verified").inc(max(0, reuse.verified))
+
+    def _why_no_handle(self) -> str:
+        if not self._gateway.settings.conversations.enabled:
+            return "off"
+        if self._turn.key is None:
+            return "no_conversation"
+        if self._turn.claim.held is not None:
+            return "not_sent"
+        return "expired" if self._turn.claim.expired else "no_handle"
+
+
+# The reasons that the engine plugin gives; anything else an engine says becomes "other", so that labels stay bounded.
+_REASONS = frozenset(
+    {
+        "ok",
+        "diverged",
+        "below_threshold",
+        "no_digests",
+        "scheme",
+        "block_size",
+        "groups",
+        "malformed",
+        "error",
+        "shorter",
+    }
+)

@@ -1,0 +1,122 @@
+"""Listening, serving, and stopping without cutting a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from kvroute.http.admin import Admin
+from kvroute.http.gateway import Gateway
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvroute.config import Settings
+
+_log = logging.getLogger("kvroute.server")
+_BACKLOG = 4096
+
+
+def application(gateway: Gateway) -> web.Application:
+    """The aiohttp application: the gateway's own routes first, everything else goes to an engine or is refused."""
+    # Bodies are read and bounded by the gateway itself; aiohttp's own limit would answer in another shape.
+    app = web.Application(client_max_size=0)
+    app.add_routes(Admin(gateway).routes())
+    app.router.add_route("*", "/{path:.*}", gateway.handle)
+    return app
+
+
+@asynccontextmanager
+async def serving(gateway: Gateway) -> AsyncIterator[str]:
+    """Listen with ``gateway`` for as long as the context lasts.
+
+    Yields:
+        The URL that is listened on.
+
+    Raises:
+        OSError: When the address cannot be bound.
+    """
+    server = gateway.settings.server
+    runner = web.AppRunner(
+        application(gateway),
+        access_log=None,
+        # A client that leaves cancels its handler, which closes the engine's connection: the engine stops computing.
+        handler_cancellation=True,
+        keepalive_timeout=server.keepalive_seconds,
+        max_line_size=server.max_header_bytes,
+        max_field_size=server.max_header_bytes,
+        shutdown_timeout=0.5,
+    )
+    await runner.setup()
+    try:
+        async with gateway.monitor:
+            site = web.TCPSite(runner, server.host, server.port, backlog=_BACKLOG)
+            await site.start()
+            yield _url(runner)
+    finally:
+        await runner.cleanup()
+        await gateway.close()
+
+
+def _url(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def drain(gateway: Gateway, force: asyncio.Event) -> bool:
+    """Refuse new requests and wait for the running ones.
+
+    Args:
+        gateway: The gateway; it keeps listening, so that clients get an answer and not a reset.
+        force: Ends the wait early.
+
+    Returns:
+        Whether all requests ended in time.
+    """
+    gateway.draining = True
+    deadline = asyncio.get_running_loop().time() + gateway.settings.server.drain_seconds
+    while gateway.running and not force.is_set():
+        left = deadline - asyncio.get_running_loop().time()
+        if left <= 0:
+            break
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(force.wait(), min(0.05, left))
+    return gateway.running == 0
+
+
+async def serve(settings: Settings, *, started: Callable[[str, Gateway], None] | None = None) -> int:
+    """Run the gateway until SIGINT or SIGTERM; a second signal ends it at once.
+
+    Args:
+        settings: The validated settings.
+        started: Called once with the URL that is listened on.
+
+    Returns:
+        The exit code: 0, or 1 when requests were cut at the end.
+    """
+    loop = asyncio.get_running_loop()
+    stop, force = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (force if stop.is_set() else stop).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    gateway = Gateway(settings)
+    async with serving(gateway) as url:
+        await gateway.monitor.first_round()
+        if started is not None:
+            started(url, gateway)
+        await stop.wait()
+        _log.info(
+            "stopping: %d requests running, at most %g s for them", gateway.running, settings.server.drain_seconds
+        )
+        whole = await drain(gateway, force)
+        if not whole:
+            _log.warning("stopped with %d requests running", gateway.running)
+    return 0 if whole else 1

@@ -1,0 +1,74 @@
+"""A request that one engine serves whole: aggregated fleets, and what a disaggregated fleet cannot split rightly."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvroute._core import Edits
+from kvroute.http.errors import GatewayError
+from kvroute.kv.params import aggregated_params
+from kvroute.kv.recipes import OWNED
+from kvroute.upstream import UpstreamError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from kvroute.fleet import Endpoint
+    from kvroute.http.gateway import Gateway
+    from kvroute.http.intake import Incoming
+    from kvroute.kv.turn import Turn
+    from kvroute.plan.plan import Plan
+
+_CLIENT_BODY = Edits(drop=OWNED)
+
+
+async def serve_whole(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn) -> web.StreamResponse:
+    """Send the request to the first engine that takes the connection and relay its answer.
+
+    Only a request of which nothing was sent goes to another engine: once it was, a second run could be a second,
+    different answer.
+
+    Raises:
+        GatewayError: When no engine took it, or the engine failed before its first byte.
+    """
+    last: UpstreamError | None = None
+    for endpoint in plan.targets[: gateway.settings.routing.connect_attempts]:
+        with endpoint.flight("whole"):
+            started = time.monotonic()
+            try:
+                exchange = await gateway.pool.send(
+                    endpoint.origin,
+                    incoming.request.method,
+                    incoming.target,
+                    incoming.headers_for(endpoint),
+                    _body(incoming, endpoint),
+                )
+            except UpstreamError as error:
+                gateway.failed(endpoint, error)
+                if error.request_sent:
+                    raise gateway.answer_for(error) from None
+                last = error
+                continue
+            async with exchange:
+                gateway.metrics.first_byte.labels(plan.mode).observe(time.monotonic() - started)
+                relayed = await exchange.relay(
+                    incoming.request,
+                    hide=plan.mode != "aggregated",
+                    extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
+                )
+            gateway.relayed(endpoint, relayed)
+            if exchange.status == 200:
+                turn.finish(endpoint.url, None)
+            return relayed.response
+    if last is not None:
+        raise gateway.answer_for(last)
+    raise GatewayError(503, "no healthy engine can serve this request now", retry_after=1)
+
+
+def _body(incoming: Incoming, endpoint: Endpoint) -> bytes:
+    """The client's bytes, with the gateway's own members taken out and transfer parameters cut down to policy."""
+    if incoming.body is None:
+        return incoming.raw
+    params = aggregated_params(incoming.policy, bidirectional=endpoint.capabilities.bidirectional)
+    return incoming.body.splice(_CLIENT_BODY, kv_transfer_params=params)

@@ -1,0 +1,133 @@
+"""The prefill leg's body: what is set, what is dropped, per API. Everything not named is kept, byte for byte.
+
+The rule (contract, section 2): a one-token, non-streaming run of the same prompt. Members that shape only the output
+are dropped, because
+several make a one-token run fail (``min_tokens``, ``stream_options``, forced tool calls, grammars); members that shape
+the prompt
+(``tools``, ``chat_template``, ``chat_template_kwargs``, ``reasoning_effort``, ``documents``, ``cache_salt``, ``model``,
+``mm_processor_kwargs``, ``add_generation_prompt``, ``continue_final_message``, ``truncate_prompt_tokens`` …) stay,
+because prefill and
+decode must see the same tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from kvroute._core import Edits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvroute._core import Body
+    from kvroute.plan.api import Api
+
+# Output only, in every API.
+_OUTPUT = (
+    "stream_options",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "echo",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "repetition_detection",
+    "thinking_token_budget",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "return_token_offsets",
+    "return_prompt_text",
+    "return_mm_kwargs",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a request body becomes the body of its prefill leg.
+
+    Attributes:
+        api: The API it is for.
+        set: Members that get this raw JSON value, present or not.
+        drop: Members that are taken out.
+        no_tool: The raw JSON of ``tool_choice`` that forces no tool, in this API's shape.
+        tool_choice_kept: Raw values of ``tool_choice`` that force nothing and therefore stay.
+    """
+
+    api: Api
+    set: Mapping[str, bytes]
+    drop: tuple[str, ...]
+    no_tool: bytes
+    tool_choice_kept: frozenset[bytes]
+    _edits: Edits = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_edits", Edits(set=self.set, drop=self.drop))
+
+    def apply(self, body: Body, params: bytes) -> bytes:
+        """The prefill leg's body.
+
+        Args:
+            body: The client's body.
+            params: Raw JSON of ``kv_transfer_params`` for this leg.
+        """
+        choice = body.raw("tool_choice")
+        if choice is None or choice in self.tool_choice_kept or choice.startswith(b'{"type":"auto"'):
+            return body.splice(self._edits, kv_transfer_params=params)
+        # A forced tool call cannot be parsed from one token: engines have answered 500 (vLLM 38911).
+        return body.splice(self._edits, kv_transfer_params=params, tool_choice=self.no_tool)
+
+
+_PLAIN_CHOICES = frozenset({b"null", b'"auto"', b'"none"'})
+# Taken out of every leg: the gateway's own member, and members by which a client could name addresses.
+OWNED = ("conversation_id", "ec_transfer_params")
+
+RECIPES: dict[Api, Recipe] = {
+    "chat": Recipe(
+        "chat",
+        set={"stream": b"false", "max_tokens": b"1", "n": b"1"},
+        drop=(*OWNED, *_OUTPUT, "max_completion_tokens"),
+        no_tool=b'"none"',
+        tool_choice_kept=_PLAIN_CHOICES,
+    ),
+    "completions": Recipe(
+        "completions",
+        set={"stream": b"false", "max_tokens": b"1", "n": b"1"},
+        drop=(*OWNED, *_OUTPUT),
+        no_tool=b'"none"',
+        tool_choice_kept=_PLAIN_CHOICES,
+    ),
+    "responses": Recipe(
+        "responses",
+        # store: a response object kept on the prefill engine would be found by nobody.
+        set={"stream": b"false", "max_output_tokens": b"1", "store": b"false"},
+        drop=(*OWNED, *_OUTPUT, "text", "include", "max_tool_calls"),
+        no_tool=b'"none"',
+        tool_choice_kept=_PLAIN_CHOICES,
+    ),
+    "messages": Recipe(
+        "messages",
+        set={"stream": b"false", "max_tokens": b"1"},
+        drop=(*OWNED, *_OUTPUT, "stop_sequences"),
+        no_tool=b'{"type":"none"}',
+        tool_choice_kept=_PLAIN_CHOICES,
+    ),
+}

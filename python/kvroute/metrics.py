@@ -1,0 +1,127 @@
+"""What operators see: Prometheus metrics with base units and bounded labels.
+
+Label values come from the configuration (endpoint URLs) or from fixed sets in the code, never from clients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+
+from kvroute import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from kvroute.fleet import Fleet
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """All counters of one gateway, in a registry of its own."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvroute_{name}", text, labels, registry=registry)
+
+        self.requests = counter(
+            "requests", "Requests answered, by path served, mode and status class.", "path", "mode", "status"
+        )
+        self.first_byte = Histogram(
+            "kvroute_first_byte_seconds",
+            "From the whole request read to the first byte of the engine's answer.",
+            ("mode",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.prefill = Histogram(
+            "kvroute_prefill_seconds",
+            "Duration of prefill legs, by whether KV was read back.",
+            ("reuse",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.upstream_errors = counter("upstream_errors", "Failed calls to engines.", "endpoint", "kind")
+        self.stream_ends = counter("stream_ends", "Ends of relayed replies other than complete.", "outcome")
+        self.client_cancelled = counter("client_cancelled", "Requests whose client left before the end.", "stage")
+        self.client_params = counter(
+            "client_params_stripped", "Requests whose kv_transfer_params held members that clients may not set."
+        )
+        self.whole = counter(
+            "pd_whole", "Requests that a disaggregated fleet served whole on a decode engine.", "reason"
+        )
+        self.prefill_retries = counter("pd_prefill_retries", "Prefill legs that were run again.", "reason")
+        self.handoffs = counter("pd_handoffs", "Hand-offs from prefill to decode.", "outcome")
+        self.reuse = counter("kv_reuse", "Turns by what became of the decode engine's KV.", "outcome", "reason")
+        self.reuse_tokens = counter(
+            "kv_reuse_tokens",
+            "Tokens of decode KV: claimed by handles given to prefill engines, and verified there.",
+            "kind",
+        )
+        self.handles = counter("kv_handles", "Decode handles by what became of them.", "fate")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens that engines reported.")
+        self.completion_tokens = counter("completion_tokens", "Generated tokens that engines reported.")
+
+    def observe(self, fleet: Fleet, *, conversations: Callable[[], int], draining: Callable[[], bool]) -> None:
+        """Read gauges from the fleet and the store at scrape time, so that a removed engine leaves no series behind."""
+        self.registry.register(_State(fleet, conversations, draining))
+
+    def text(self) -> bytes:
+        """The exposition in Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class _State:
+    """Gauges that are read, not kept."""
+
+    def __init__(self, fleet: Fleet, conversations: Callable[[], int], draining: Callable[[], bool]) -> None:
+        self._fleet = fleet
+        self._conversations = conversations
+        self._draining = draining
+
+    def collect(self) -> Iterator[Metric]:
+        healthy = GaugeMetricFamily(
+            "kvroute_endpoint_healthy", "1 while the engine takes part in routing.", labels=("endpoint", "role")
+        )
+        flights = GaugeMetricFamily("kvroute_in_flight", "Requests running on the engine.", labels=("endpoint", "leg"))
+        reuse = GaugeMetricFamily(
+            "kvroute_endpoint_reuse_ready",
+            "1 when the engine's plugin does its part of verified reuse: digests on decode, verification on prefill.",
+            labels=("endpoint", "role"),
+        )
+        epochs = GaugeMetricFamily(
+            "kvroute_endpoint_epoch", "Times the engine restarted or left.", labels=("endpoint",)
+        )
+        for endpoint in self._fleet.endpoints:
+            healthy.add_metric((endpoint.url, endpoint.role), float(endpoint.healthy))
+            epochs.add_metric((endpoint.url,), float(endpoint.epoch))
+            for leg, count in endpoint.in_flight.items():
+                if (endpoint.role == "both") == (leg == "whole") or leg == endpoint.role or count:
+                    flights.add_metric((endpoint.url, leg), float(count))
+            if endpoint.role != "both":
+                able = endpoint.capabilities
+                ready = (
+                    able.verify_digests and able.bidirectional is True
+                    if endpoint.role == "prefill"
+                    else able.export_digests
+                )
+                reuse.add_metric((endpoint.url, endpoint.role), float(ready))
+        yield healthy
+        yield flights
+        yield reuse
+        yield epochs
+        yield GaugeMetricFamily(
+            "kvroute_conversations", "Conversations remembered.", value=float(self._conversations())
+        )
+        yield GaugeMetricFamily(
+            "kvroute_draining", "1 while the gateway finishes its last requests.", value=float(self._draining())
+        )
+        yield InfoMetricFamily("kvroute_build", "The running version.", value={"version": __version__})
