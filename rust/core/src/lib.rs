@@ -1,2 +1,5 @@
 //! The pure logic of kvroute. No I/O, no Python, no unsafe code.
 #![forbid(unsafe_code)]
+
+pub mod body;
+pub mod chain;

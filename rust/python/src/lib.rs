@@ -1,10 +1,18 @@
 //! The binding of kvroute-core to Python, thin: types are converted here, decisions are made in the core.
 
+mod body;
+mod chain;
+
 use pyo3::prelude::*;
 
 /// The compiled part of kvroute.
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::body::{Body, BodyError, Edits};
+    #[pymodule_export]
+    use crate::chain::chain_blocks;
+
     #[pymodule_export]
     const DEBUG_BUILD: bool = cfg!(debug_assertions);
 }
