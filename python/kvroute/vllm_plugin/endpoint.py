@@ -1,0 +1,137 @@
+"""The plugin in vLLM's API server: stream events, and the route by which the gateway learns what the engine does."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import kvroute
+from kvroute.vllm_plugin import INSTANCE
+from kvroute.vllm_plugin.digests import SCHEME
+from kvroute.vllm_plugin.streams import with_params_event
+from kvroute.vllm_plugin.wraps import STATUS, CannotWrapError, Target, resolve, wraps_for
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+
+log = logging.getLogger("vllm.kvroute")
+
+ROUTE = "/kvroute/capabilities"
+
+FEATURES = ("stream_params", "export_digests", "verify_digests", "hold")
+
+_NIXL_PULL = ("NixlConnector", "NixlPullConnector")
+
+
+class Plugin:
+    """An endpoint plugin as vLLM's `EndpointPlugin` protocol describes it."""
+
+    name = "kvroute"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._capabilities: dict[str, Any] = {}
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add ``GET /kvroute/capabilities``."""
+
+        async def capabilities() -> dict[str, Any]:
+            return self._capabilities
+
+        app.add_api_route(ROUTE, capabilities, methods=["GET"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ARG002 - vLLM's signature
+        """Wrap this server's stream generators and describe the engine, once at start."""
+        import vllm  # noqa: PLC0415 - only inside an engine
+
+        STATUS.turn_on("stream_params", lambda: _wrap_streams(state, vllm.__version__))
+        if engine_client is not None:
+            self._capabilities = describe(engine_client.vllm_config, vllm.__version__)
+            log.info("kvroute: %s", self._capabilities)
+
+
+def _wrap_streams(state: Any, version: str) -> None:
+    wraps = wraps_for(version)
+    for handler, target in (
+        (state.openai_serving_chat, wraps.chat_stream),
+        (state.openai_serving_completion, wraps.completion_stream),
+    ):
+        if handler is None:
+            continue
+        resolve(target)
+        name = target.name.rsplit(".", 1)[1]
+        method = getattr(handler, name)
+        if _parameters(method) != target.parameters[1:]:
+            raise CannotWrapError(f"{type(handler).__name__}.{name} takes {_parameters(method)}")
+        setattr(handler, name, with_params_event(method, _outputs_index(target)))
+
+
+def _parameters(method: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(method).parameters)
+
+
+def _outputs_index(target: Target) -> int:
+    return target.parameters.index("result_generator") - 1
+
+
+def describe(config: Any, version: str) -> dict[str, Any]:
+    """Describe an engine from its `VllmConfig`.
+
+    Returns:
+        JSON for the gateway. ``engine_id`` is what handles carry; with data parallelism each rank has its own, listed
+        in ``engine_ids``, and ``engine_id`` is null. ``off`` gives a reason for each feature that is off.
+    """
+    transfer, parallel, cache = config.kv_transfer_config, config.parallel_config, config.cache_config
+    connector = transfer.kv_connector if transfer is not None else None
+    extra = transfer.kv_connector_extra_config if transfer is not None else {}
+    off = dict(STATUS.off)
+    nixl = connector in _NIXL_PULL
+    if not nixl:
+        for feature in ("export_digests", "verify_digests", "hold"):
+            off.setdefault(feature, f"the engine runs with connector {connector}, not one of {', '.join(_NIXL_PULL)}")
+    elif not extra.get("bidirectional_kv_xfer", False):
+        for feature in ("export_digests", "verify_digests"):
+            off.setdefault(feature, "bidirectional_kv_xfer is not set in kv_connector_extra_config")
+    dcp_size = parallel.decode_context_parallel_size
+    if dcp_size > 1 or parallel.prefill_context_parallel_size > 1:
+        for feature in ("export_digests", "verify_digests"):
+            off.setdefault(feature, "context parallelism interleaves a sequence over ranks")
+    engine_ids = _engine_ids(transfer, parallel)
+    return {
+        "kvroute": kvroute.__version__,
+        "vllm": version,
+        "instance": os.environ.get(INSTANCE),
+        "engine_id": engine_ids[0] if len(engine_ids) == 1 else None,
+        "engine_ids": engine_ids,
+        "block_size": cache.block_size,
+        # The groups are made in the engine core and not sent to this process; handles carry their number.
+        "kv_groups": None,
+        "prefix_caching": bool(cache.enable_prefix_caching),
+        "connector": connector,
+        "kv_role": transfer.kv_role if transfer is not None else None,
+        "bidirectional_kv_xfer": bool(extra.get("bidirectional_kv_xfer", False)),
+        "kv_recompute_threshold": int(extra.get("kv_recompute_threshold", 64)),
+        "decoder_kv_blocks_ttl": extra.get("decoder_kv_blocks_ttl", 480),
+        "kv_lease_duration": extra.get("kv_lease_duration", 30),
+        "kv_load_failure_policy": transfer.kv_load_failure_policy if transfer is not None else None,
+        "dcp_size": dcp_size,
+        "tp_size": parallel.tensor_parallel_size,
+        "dp_size": parallel.data_parallel_size,
+        "scheme": SCHEME,
+        "features": {feature: feature in STATUS.on and feature not in off for feature in FEATURES},
+        "off": off,
+    }
+
+
+def _engine_ids(transfer: Any, parallel: Any) -> list[str]:
+    """The ids that handles carry: vLLM adds the rank of the engine core when there are several."""
+    if transfer is None:
+        return []
+    size = parallel.data_parallel_size
+    if size == 1:
+        return [transfer.engine_id]
+    return [f"{transfer.engine_id}_dp{rank}" for rank in range(size)]

@@ -1,0 +1,194 @@
+"""The plugin inside the engine core: what it adds to NixlConnector's scheduler side.
+
+On a decode engine, `request_finished` writes digests of the held tokens into the handle, or holds nothing when the
+gateway says that nobody will come back (``"kvroute_hold": false``). On a prefill engine, `get_num_new_matched_tokens`
+checks a handle against the prompt before the connector believes it, and the reply says what came of it
+(``"kvroute_reuse"``).
+
+Nothing here may raise into the engine: an exception in the scheduler loop kills it with every request it serves. A
+failure of ours costs the reuse, never the request and never the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvroute.vllm_plugin.digests import PrefixDigests, encode_keys, prefix_digests, write_record
+from kvroute.vllm_plugin.reuse import EngineShape, Verdict, decide, is_handle, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger("vllm.kvroute")
+
+SKIP_VERIFICATION = "KVROUTE_UNSAFE_SKIP_VERIFICATION"
+"""Environment variable of a prefill engine: ``1`` believes every handle. For tests that must show wrong text only."""
+
+_VERDICT = "_kvroute_verdict"
+_PULLED = "_kvroute_pulled"
+
+
+def verification_skipped() -> bool:
+    """Tell whether this engine was told to believe handles unseen."""
+    return os.environ.get(SKIP_VERIFICATION) == "1"
+
+
+def engine_shape(connector: Any) -> EngineShape:
+    """Read from a `NixlPullConnectorScheduler` how its blocks may be read."""
+    parallel = connector.vllm_config.parallel_config
+    one_rank = parallel.decode_context_parallel_size == 1 and parallel.prefill_context_parallel_size == 1
+    groups = len(connector.kv_cache_config.kv_cache_groups)
+    transferred = len(connector.kv_cache_config.transfer_groups)
+    # `_is_hma_required` is false only when every transferred group is full attention.
+    full_attention = not connector._is_hma_required and not connector._has_mamba  # noqa: SLF001 - no public equivalent
+    return EngineShape(
+        block_size=connector.block_size,
+        groups=groups,
+        trimmable=groups == transferred == 1 and full_attention,
+        readable=one_rank and groups == transferred and not connector._has_mamba,  # noqa: SLF001 - no public equivalent
+        min_tokens=connector.kv_recompute_threshold,
+        notifies=bool(connector.is_bidirectional_kv_xfer_enabled) and not connector.use_host_buffer,
+    )
+
+
+def sequence_digests(
+    request: Any, tokens: int, block_size: int, block_keys: Callable[..., tuple[Any, int]]
+) -> PrefixDigests:
+    """Compute the digests of a request's first ``tokens`` tokens.
+
+    Args:
+        request: vLLM's `Request`.
+        tokens: How many, counted from the start of the prompt.
+        block_size: Tokens per block.
+        block_keys: vLLM's ``generate_block_hash_extra_keys(request, start, end, first_media) -> (keys, next_media)``.
+
+    Raises:
+        ValueError: If the request's tokens do not determine its KV (prompt embeddings).
+    """
+    if request.prompt_embeds is not None or tokens > len(request.all_token_ids):
+        raise ValueError("the tokens of this request do not determine its KV")
+    # LoRA and salt hold for the whole sequence, and a prefix digest carries block 0's keys on: one look is enough.
+    last_media = max((f.mm_position.offset + f.mm_position.length for f in request.mm_features), default=1)
+    extra: dict[int, bytes] = {}
+    media = 0
+    for index, start in enumerate(range(0, min(last_media, tokens), block_size)):
+        keys, media = block_keys(request, start, min(start + block_size, tokens), media)
+        extra[index] = encode_keys(keys)
+    return prefix_digests(request.all_token_ids[:tokens], block_size, extra)
+
+
+def held_tokens(request: Any) -> int:
+    """Count the tokens whose KV is surely in a finished request's blocks.
+
+    ``num_computed_tokens`` alone overstates: under asynchronous scheduling it counts steps that still run, and with
+    speculative decoding drafts beyond a stop. The last sampled token was never fed back, so its KV is not there.
+    """
+    computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+    fed: int = request.num_tokens - 1
+    return max(0, min(computed, fed))
+
+
+def wrap_request_finished(
+    original: Callable[..., Any], block_keys: Callable[..., tuple[Any, int]]
+) -> Callable[..., Any]:
+    """Wrap ``request_finished(self, request, block_ids) -> (delay_free, params | None)``."""
+
+    @functools.wraps(original)
+    def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
+        params = request.kv_transfer_params
+        if params and params.get("kvroute_hold") is False and not params.get("do_remote_decode"):
+            with _as_aborted(request):
+                return original(self, request, block_ids)
+        delay_free, handle = original(self, request, block_ids)
+        if handle:
+            try:
+                handle.update(_report(self, request, handle, block_keys))
+            except Exception:
+                log.exception("kvroute: request %s keeps its handle without digests", request.request_id)
+        return delay_free, handle
+
+    return request_finished
+
+
+@contextmanager
+def _as_aborted(request: Any) -> Iterator[None]:
+    """Present a finished request as aborted: the connector's own path for blocks that nobody will read."""
+    status = request.status
+    request.status = type(status).FINISHED_ABORTED
+    try:
+        yield
+    finally:
+        request.status = status
+
+
+def _report(
+    connector: Any, request: Any, handle: dict[str, Any], block_keys: Callable[..., tuple[Any, int]]
+) -> dict[str, Any]:
+    """What to add to the parameters that a finished request returns."""
+    verdict: Verdict | None = getattr(request, _VERDICT, None)
+    added: dict[str, Any] = {}
+    if verdict is not None:
+        added["kvroute_reuse"] = {
+            "claimed": verdict.claimed,
+            "verified": verdict.verified,
+            "pulled": getattr(request, _PULLED, 0),
+            "outcome": verdict.outcome,
+            "reason": verdict.reason,
+        }
+    if handle.get("do_remote_decode"):
+        shape = engine_shape(connector)
+        tokens = min(held_tokens(request), handle.get("remote_num_tokens") or 0)
+        if shape.readable and tokens > 0:
+            digests = sequence_digests(request, tokens, shape.block_size, block_keys)
+            added["kvroute"] = write_record(digests, shape.groups)
+    return added
+
+
+def wrap_get_num_new_matched_tokens(
+    original: Callable[..., Any], block_keys: Callable[..., tuple[Any, int]]
+) -> Callable[..., Any]:
+    """Wrap ``get_num_new_matched_tokens(self, request, num_computed_tokens) -> (count, asynchronous)``."""
+
+    @functools.wraps(original)
+    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
+        params = request.kv_transfer_params
+        if not is_handle(params):
+            return original(self, request, num_computed_tokens)
+        if params.get("_remote_blocks_processed"):
+            # Preempted after its read: the connector would count the handle again but never start a second read, and
+            # the request would wait for ever. The holder's blocks are gone by now, too.
+            request.kv_transfer_params = params | {"remote_num_tokens": 0}
+            return original(self, request, num_computed_tokens)
+        if getattr(request, _VERDICT, None) is None:
+            verdict = _judge(self, request, params, block_keys)
+            # A new dict: the old one may be shared with other requests of the same call (n > 1).
+            request.kv_transfer_params = verdict.params
+            setattr(request, _VERDICT, verdict)
+            log.debug("kvroute: %s %s", request.request_id, verdict)
+        result = original(self, request, num_computed_tokens)
+        setattr(request, _PULLED, result[0] or 0)
+        return result
+
+    return get_num_new_matched_tokens
+
+
+def _judge(connector: Any, request: Any, params: dict[str, Any], block_keys: Callable[..., tuple[Any, int]]) -> Verdict:
+    if verification_skipped():
+        count = params.get("remote_num_tokens") or 0
+        return Verdict("unverified", "verification_off", count, 0, dict(params))
+    try:
+        shape = engine_shape(connector)
+        return decide(
+            params,
+            request.num_prompt_tokens,
+            shape,
+            lambda tokens: sequence_digests(request, tokens, shape.block_size, block_keys),
+        )
+    except Exception:
+        log.exception("kvroute: the handle of request %s is refused", request.request_id)
+        # Whatever failed may be what `notifies` rests on, so the handle is taken out altogether.
+        return refuse(params, "error", EngineShape(1, 1, trimmable=False, readable=False, min_tokens=0, notifies=False))

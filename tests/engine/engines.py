@@ -1,0 +1,245 @@
+"""Starts and stops real engines: system-chosen ports, logs in files, and never a process left behind.
+
+Used by the tests' fixtures and by ``python -m tests.engine.pair``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from .environment import say
+from .model import SERVED_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+START_DEADLINE_SECONDS = 300.0
+STOP_DEADLINE_SECONDS = 20.0
+PR_SET_PDEATHSIG = 1
+
+
+class EngineError(Exception):
+    """An engine that did not start; the message ends with its log's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How one engine runs. The defaults are half of a pair on which the gateway may reuse KV.
+
+    Attributes:
+        name: Names the log file and, with a suffix of its own, the NIXL engine id.
+        role: Prefill engines produce KV, decode engines consume it.
+        plugin: Whether ``VLLM_PLUGINS=kvroute`` is set.
+        prefix_caching: Off is the evicted-cache case: every reused token then comes from the other engine.
+        verify: False lets a prefill engine believe every handle, to show that the tests can fail.
+        bidirectional: ``bidirectional_kv_xfer`` of the connector.
+        connector: False runs a plain engine without KV transfer.
+        block_size: Tokens per block; the CPU build needs a multiple of 32.
+        threshold: ``kv_recompute_threshold``.
+        hold_seconds: ``decoder_kv_blocks_ttl``. An engine that holds blocks never idles: its core steps every
+            millisecond and its worker spins, which two cores cannot afford for vLLM's 480 s.
+        port: HTTP port; chosen by the system when 0.
+        arguments: More command line arguments.
+        environment: More environment variables.
+    """
+
+    name: str
+    role: Literal["prefill", "decode"]
+    plugin: bool = True
+    prefix_caching: bool = True
+    verify: bool = True
+    bidirectional: bool = True
+    connector: bool = True
+    block_size: int = 32
+    threshold: int = 64
+    hold_seconds: int = 60
+    port: int = 0
+    arguments: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+PREFILL = EngineSpec("prefill", "prefill")
+DECODE = EngineSpec("decode", "decode")
+
+
+@dataclass(slots=True)
+class Engine:
+    """A running engine.
+
+    Attributes:
+        spec: How it was started.
+        url: Its base URL.
+        log: The file with its output.
+        process: The API server; its engine core is in the same process group, which is its own.
+    """
+
+    spec: EngineSpec
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    def get(self, path: str) -> str:
+        """GET a path of the engine and return the body's text."""
+        with urllib.request.urlopen(self.url + path, timeout=10) as reply:
+            body: bytes = reply.read()
+        return body.decode()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum a metric's samples whose labels contain ``labels``; 0 when there is none."""
+        total = 0.0
+        for line in self.get("/metrics").splitlines():
+            sample, _, value = line.rpartition(" ")
+            family, _, rest = sample.partition("{")
+            if family == name and all(f'{key}="{wanted}"' in rest for key, wanted in labels.items()):
+                total += float(value)
+        return total
+
+    def alive(self) -> bool:
+        """Tell whether the process runs and answers as healthy."""
+        try:
+            return self.process.poll() is None and self.get("/health") == ""
+        except OSError:
+            return False
+
+    def wait_ready(self, deadline: float) -> None:
+        """Wait until the engine is healthy.
+
+        Raises:
+            EngineError: If it ends before, or is not healthy by the deadline; with the end of its log.
+        """
+        while not self.alive():
+            code = self.process.poll()
+            if code is not None or time.monotonic() > deadline:
+                end = self.log.read_text(errors="replace")[-3000:]
+                state = f"ended with status {code}" if code is not None else "is not healthy in time"
+                raise EngineError(f"engine {self.spec.name} {state}; end of {self.log}:\n{end}")
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        """End the engine: politely, then its whole process group by force."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_DEADLINE_SECONDS)
+            except subprocess.TimeoutExpired:
+                say(f"engine {self.spec.name}: did not stop within {STOP_DEADLINE_SECONDS:.0f} s, killed")
+        # The engine core may outlive a server that was killed; the group has no other members.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def free_port() -> int:
+    """Ask the system for a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
+    """Start an engine without waiting for it.
+
+    Args:
+        spec: How it runs.
+        python: The engine environment's interpreter.
+        model: The model's directory.
+        logs: Directory of the log file.
+    """
+    port = spec.port or free_port()
+    command = [
+        str(python), "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(model), "--served-model-name", SERVED_NAME,
+        "--dtype", "float32", "--enforce-eager",
+        "--block-size", str(spec.block_size),
+        "--host", "127.0.0.1", "--port", str(port),
+        "--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching",
+        *spec.arguments,
+    ]  # fmt: skip
+    if spec.connector:
+        transfer = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
+            "kv_buffer_device": "cpu",
+            "engine_id": f"{spec.name}-{port}",
+            "kv_connector_extra_config": {
+                "kv_recompute_threshold": spec.threshold,
+                "decoder_kv_blocks_ttl": spec.hold_seconds,
+                "bidirectional_kv_xfer": spec.bidirectional,
+                **({"num_threads": 0} if spec.role == "prefill" else {}),
+            },
+        }
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    environment = os.environ | {
+        "UCX_TLS": "tcp,self",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        # An empty list keeps every plugin out, also those of other packages in the environment.
+        "VLLM_PLUGINS": "kvroute" if spec.plugin else "",
+        "KVROUTE_UNSAFE_SKIP_VERIFICATION": "" if spec.verify else "1",
+        **dict(spec.environment),
+    }
+    environment.pop("PYTHONPATH", None)
+    environment.pop("_KVROUTE_ENGINE_INSTANCE", None)
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{spec.name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=logs,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, no locks; nothing else sets the signal
+        )
+    return Engine(spec, f"http://127.0.0.1:{port}", log, process)
+
+
+def _end_with_parent() -> None:
+    # A test run that is killed takes no engine with it otherwise: they have a session of their own.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def running(specs: Sequence[EngineSpec], python: Path, model: Path, logs: Path) -> Iterator[list[Engine]]:
+    """Run engines, started together (about 35 s on two cores), and stop them whatever happens.
+
+    Yields:
+        The engines, healthy, in the order of ``specs``.
+    """
+    started = time.monotonic()
+    with ExitStack() as stack:
+        engines = []
+        for spec in specs:
+            engine = launch(spec, python, model, logs)
+            stack.callback(engine.stop)
+            engines.append(engine)
+            say(f"engine {spec.name}: starting on {engine.url}, log {engine.log}")
+        for engine in engines:
+            engine.wait_ready(started + START_DEADLINE_SECONDS)
+            say(f"engine {engine.spec.name}: healthy after {time.monotonic() - started:.0f} s")
+        yield engines
+
+
+def pair(**changes: Any) -> tuple[EngineSpec, EngineSpec]:
+    """Specs of a prefill and a decode engine with the same changes to both."""
+    return replace(PREFILL, **changes), replace(DECODE, **changes)
