@@ -146,6 +146,11 @@ class Conversations(Section):
         False, description="must be true for verify: off, which reuses KV of other text and answers 200"
     )
 
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare off as false
+
     @model_validator(mode="after")
     def _off_is_admitted(self) -> Conversations:
         if self.verify == "off" and not self.allow_wrong_answers:

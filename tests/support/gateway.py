@@ -1,0 +1,48 @@
+"""A gateway in the test's own event loop."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvroute.config import load
+from kvroute.http.gateway import Gateway
+from kvroute.http.server import serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Running:
+    """A gateway that listens."""
+
+    def __init__(self, gateway: Gateway, url: str) -> None:
+        self.gateway = gateway
+        self.url = url
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample's value, 0 when there is none yet."""
+        return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def running(
+    *,
+    endpoints: list[str] | None = None,
+    prefill: list[str] | None = None,
+    decode: list[str] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Running]:
+    """Start a gateway on a free port and stop it at the end; afterwards nothing may be left in flight.
+
+    Settings are given as ``section__member=value``.
+    """
+    pairs = [("both", url) for url in endpoints or ()]
+    pairs += [("prefill", url) for url in prefill or ()] + [("decode", url) for url in decode or ()]
+    assignments = [("server.port", "0")] + [(name.replace("__", "."), str(value)) for name, value in settings.items()]
+    gateway = Gateway(load(assignments=assignments, endpoints=pairs))
+    async with serving(gateway) as url:
+        await gateway.monitor.first_round()
+        yield Running(gateway, url)
+    assert gateway.running == 0
+    assert [endpoint.load for endpoint in gateway.fleet.endpoints] == [0] * len(gateway.fleet.endpoints)

@@ -1,0 +1,134 @@
+import pytest
+
+from kvroute.cli.options import describe_settings
+from kvroute.config import ConfigError, Settings, load
+
+ENGINE = [("both", "http://127.0.0.1:8100")]
+
+
+def refused(**arguments: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**arguments)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_later_sources_win_over_earlier_ones(tmp_path):
+    file = tmp_path / "kvroute.yaml"
+    file.write_text(
+        "server: {port: 1111, host: 0.0.0.0}\nconversations: {ttl_seconds: 100}\nendpoints: [{url: http://a:1}]\n"
+    )
+
+    from_file = load(file=file)
+    with_environment = load(file=file, environment={"KVROUTE_SERVER__PORT": "2222", "PATH": "/bin"})
+    with_flag = load(file=file, environment={"KVROUTE_SERVER__PORT": "2222"}, assignments=[("server.port", "3333")])
+
+    assert (from_file.server.port, with_environment.server.port, with_flag.server.port) == (1111, 2222, 3333)
+    assert with_flag.server.host == "0.0.0.0"
+    assert with_flag.conversations.ttl_seconds == 100
+
+
+def test_endpoints_given_as_flags_replace_those_of_the_file(tmp_path):
+    file = tmp_path / "kvroute.yaml"
+    file.write_text("endpoints: [{url: http://a:1}]\n")
+
+    settings = load(file=file, endpoints=[("prefill", "http://p:1/"), ("decode", "http://d:1")])
+
+    assert [(item.role, item.url) for item in settings.endpoints] == [
+        ("prefill", "http://p:1"),
+        ("decode", "http://d:1"),
+    ]
+    assert settings.disaggregated
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "words"),
+    [
+        ([], "at least one engine"),
+        ([("both", "http://a:1"), ("both", "http://a:1/")], "listed twice: http://a:1"),
+        ([("both", "http://a:1"), ("prefill", "http://b:1")], "cannot be mixed"),
+        ([("prefill", "http://a:1")], "at least one engine with role decode"),
+        ([("decode", "http://a:1")], "at least one engine with role prefill"),
+        ([("both", "a:1")], "http://host:port"),
+        ([("both", "ftp://a:1")], "http://host:port"),
+        ([("both", "http://user:pass@a:1")], "must not hold a user"),
+        ([("both", "http://a:99999")], "1 to 65535"),
+        ([("both", "http://a:0")], "1 to 65535"),
+        ([("both", "http://a:1?x=y")], "must not hold"),
+    ],
+)
+def test_a_fleet_that_cannot_work_is_refused_with_the_reason(endpoints, words):
+    assert words in refused(endpoints=endpoints)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("server.port", "70000", "server.port"),
+        ("server.port", "1.5", "server.port"),
+        ("server.port", "-1", "server.port"),
+        ("server.max_body_bytes", "0", "server.max_body_bytes"),
+        ("timeouts.connect_seconds", "0", "timeouts.connect_seconds"),
+        ("timeouts.connect_seconds", ".inf", "timeouts.connect_seconds"),
+        ("conversations.ttl_seconds", "-5", "conversations.ttl_seconds"),
+        ("conversations.max_entries", "0", "conversations.max_entries"),
+        ("conversations.verify", "maybe", "conversations.verify"),
+        ("routing.policy", "fastest", "routing.policy"),
+        ("server.nothing", "1", "there is no setting server.nothing"),
+        ("nothing", "1", "there is no setting nothing"),
+        ("server.port.deep", "1", "server.port"),
+        ("server.api_keys", "['a b ']", "server.api_keys"),
+        ("server.api_keys", "['']", "server.api_keys"),
+        ("server.api_keys", "[a, a]", "server.api_keys"),
+    ],
+)
+def test_a_bad_value_names_the_setting(name, value, words):
+    assert words in refused(assignments=[(name, value)], endpoints=ENGINE)
+
+
+def test_an_unknown_member_in_the_file_is_refused(tmp_path):
+    file = tmp_path / "kvroute.yaml"
+    file.write_text("server: {prot: 1}\nendpoints: [{url: http://a:1, rolle: both}]\n")
+
+    words = refused(file=file)
+
+    assert "server.prot: there is no such setting" in words
+    assert "endpoints.0.rolle" in words
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "just text", "{", "\xff"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+    file = tmp_path / "kvroute.yaml"
+    file.write_bytes(text.encode("latin-1"))
+
+    assert str(file) in refused(file=file)
+
+
+def test_an_empty_file_means_defaults(tmp_path):
+    file = tmp_path / "kvroute.yaml"
+    file.write_text("")
+
+    assert load(file=file, endpoints=ENGINE).server == Settings.model_fields["server"].default
+
+
+def test_unverified_reuse_has_to_be_admitted():
+    words = refused(assignments=[("conversations.verify", "off")], endpoints=ENGINE)
+    assert "allow_wrong_answers: true" in words
+
+    settings = load(
+        assignments=[("conversations.verify", "off"), ("conversations.allow_wrong_answers", "true")], endpoints=ENGINE
+    )
+    assert settings.conversations.verify == "off"
+
+
+def test_keys_are_not_shown_by_settings_or_errors():
+    settings = load(assignments=[("server.api_keys", "[CANARY]")], endpoints=ENGINE)
+    assert "CANARY" not in repr(settings) + settings.model_dump_json()
+
+    assert "CANARY" not in refused(assignments=[("server.api_keys", "['CANARY ']")], endpoints=ENGINE)
+
+
+def test_every_setting_is_described():
+    rows = list(describe_settings())
+
+    assert ("server.port", "8000") in [row[:2] for row in rows]
+    assert [name for name, _, meaning in rows if not meaning] == []
