@@ -1,5 +1,5 @@
 # ruff: noqa: PYI021, A002 - the binding is documented here, where editors look; `set` reads best at its call
-"""The compiled part of kvroute: request bodies as bytes, and chain hashes of token blocks."""
+"""The compiled part of kvroute: request bodies as bytes, chain hashes of token blocks, and responses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, final
@@ -9,7 +9,10 @@ __all__ = [
     "Body",
     "BodyError",
     "Edits",
+    "EngineResponse",
+    "Tap",
     "chain_blocks",
+    "hide_in_document",
 ]
 
 DEBUG_BUILD: Final[bool]
@@ -144,4 +147,139 @@ def chain_blocks(
     Raises:
         ValueError: `block_size` is 0, `tokens` is not whole `u32`s, or `extra` is shorter than the full blocks.
         OverflowError: A token id or `block_size` is negative or too large.
+    """
+
+@final
+class Tap:
+    """What an engine's answer told, streamed or not. Each value is the last one that was not null."""
+
+    @property
+    def handle(self) -> bytes | None:
+        """JSON text of `kv_transfer_params`, at the top or in `response`, as the engine sent it."""
+    @property
+    def prompt_tokens(self) -> int | None:
+        """`usage.prompt_tokens`, or `usage.input_tokens` where the API calls it that."""
+    @property
+    def completion_tokens(self) -> int | None:
+        """`usage.completion_tokens`, or `usage.output_tokens`."""
+    @property
+    def finish_reason(self) -> str | None:
+        """`finish_reason` of a choice, `stop_reason` of a message, or why a response is incomplete (else its status)."""
+    @property
+    def error(self) -> bool:
+        """The engine reported an error inside an answer whose status had already been sent."""
+    @property
+    def done(self) -> bool:
+        """The end mark of the API's stream came: `[DONE]`, `message_stop`, or the last event of a response."""
+
+@final
+class EngineResponse:
+    """One HTTP response of an engine: its head, then its body, read whole or relayed.
+
+    The order of calls is: `feed_head` until it is true; then `start_read` or `start_relay`, once; then `feed` for every
+    network read, and `close` when the engine closed the connection in an orderly way, until `state` is not `OPEN`.
+    `feed` and `close` may come before a start: they are remembered.
+
+    Args:
+        request_is_head: The request was HEAD, so no body follows.
+    """
+
+    def __new__(cls, *, request_is_head: bool = False) -> EngineResponse: ...
+    def feed_head(self, data: bytes) -> bool:
+        """Takes a network read; true once the head of the final response is complete. Interim (1xx) ones are skipped.
+
+        Raises:
+            ValueError: The head is not HTTP/1.1 or is above the limits (64 KiB, 128 fields). Its text is fit for a log.
+        """
+    @property
+    def started(self) -> bool:
+        """Whether any byte of a response came."""
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The header fields in order and as they came."""
+    def header(self, name: str) -> str | None:
+        """The value of a field, in Latin-1; several are joined by commas."""
+    @property
+    def is_event_stream(self) -> bool:
+        """The body is `text/event-stream`, and not compressed."""
+    @property
+    def is_json(self) -> bool:
+        """The body is `application/json`, and not compressed."""
+    @property
+    def is_encoded(self) -> bool:
+        """The body is compressed, though the gateway never asks for that."""
+    @property
+    def early_bytes(self) -> int:
+        """Bytes of the body that are held because it was not started yet."""
+    def start_read(self) -> bytes:
+        """Starts the body for the gateway's own use: this and `feed` give payload without framing."""
+    def start_relay(
+        self,
+        *,
+        http_1_1: bool,
+        keep_alive: bool,
+        hide: Sequence[str] | None,
+        set: Sequence[tuple[bytes, bytes]],
+        default: Sequence[tuple[bytes, bytes]],
+        event_default: Sequence[tuple[bytes, bytes]],
+        max_event_bytes: int,
+    ) -> bytes:
+        """Starts the body for a client: gives the client's head and what it may see of the body so far.
+
+        Args:
+            http_1_1: The client's request was HTTP/1.1 or later.
+            keep_alive: The client's connection may stay open; `client_keep_alive` says what became of it.
+            hide: Names of members to take out of an event stream, or `None` to pass every byte on at once.
+            set: Header fields of the gateway, in place of the engine's of that name.
+            default: Header fields for when the engine sent none of that name.
+            event_default: The same, for event streams only.
+            max_event_bytes: The most bytes of an event to hold back, and of a body to keep for reading.
+
+        Raises:
+            ValueError: A header field has a name that is no token, or a line end in its value.
+        """
+    def head_for(
+        self,
+        length: int,
+        *,
+        http_1_1: bool,
+        keep_alive: bool,
+        set: Sequence[tuple[bytes, bytes]],
+        default: Sequence[tuple[bytes, bytes]],
+    ) -> bytes:
+        """The client's head for a body of `length` bytes that stands in place of the engine's."""
+    def feed(self, data: bytes, /) -> bytes:
+        """Takes a network read; gives what goes on: the same object if that is all of it, framing included."""
+    def close(self) -> bytes:
+        """The engine closed the connection in an orderly way; gives what is still to go on."""
+    @property
+    def state(self) -> int:
+        """0: more to come. 1: complete. 2: the engine closed too early. 3: not HTTP. 4: an event is too large."""
+    @property
+    def error(self) -> str | None:
+        """What is wrong in state 3 and 4."""
+    @property
+    def reusable(self) -> bool:
+        """The response is complete, nothing followed it, and the engine keeps the connection open."""
+    @property
+    def client_keep_alive(self) -> bool: ...
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of payload that went on, without framing."""
+    @property
+    def at_event_boundary(self) -> bool:
+        """What went on of an event stream ends with a whole event."""
+    def tap(self) -> Tap | None:
+        """What the body told so far; `None` unless it is an event stream or JSON."""
+
+def hide_in_document(body: bytes, hide: Sequence[str]) -> tuple[bytes, Tap]:
+    """Takes hidden members out of an answer that is one JSON document.
+
+    Returns:
+        The body for the client, the same object if there was nothing to hide, and what it told.
+
+    Raises:
+        ValueError: The body names a hidden member but is not JSON, so that it cannot be taken out.
     """

@@ -3,3 +3,6 @@
 
 pub mod body;
 pub mod chain;
+pub mod http1;
+pub mod relay;
+pub mod sse;

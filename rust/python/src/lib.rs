@@ -2,6 +2,7 @@
 
 mod body;
 mod chain;
+mod relay;
 
 use pyo3::prelude::*;
 
@@ -12,6 +13,9 @@ mod _core {
     use crate::body::{Body, BodyError, Edits};
     #[pymodule_export]
     use crate::chain::chain_blocks;
+
+    #[pymodule_export]
+    use crate::relay::{EngineResponse, Tap, hide_in_document};
 
     #[pymodule_export]
     const DEBUG_BUILD: bool = cfg!(debug_assertions);

@@ -1,0 +1,266 @@
+"""A response on its way from an engine's connection to a client's transport."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Final, Literal
+
+import orjson
+
+from kvroute._core import EngineResponse, Tap, hide_in_document
+
+from .client import Client, RawResponse
+from .connection import COMPLETE, CUT, EVENT_TOO_LARGE, OPEN, PROTOCOL, Connection
+from .errors import UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp import web
+
+    from .exchange import Exchange
+    from .headers import Headers
+
+Outcome = Literal["complete", "upstream_cut", "idle_timeout", "event_too_large"]
+
+HIDDEN: Final = ("kv_transfer_params",)
+
+_EVENT_DEFAULTS: Final = [(b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no")]
+
+_MESSAGES: Final[dict[Outcome, str]] = {
+    "upstream_cut": "The engine's answer was cut off.",
+    "idle_timeout": "The engine's answer stopped.",
+    "event_too_large": "The engine's answer has an event that is too long.",
+}
+
+
+@dataclass(slots=True)
+class Relayed:
+    """What became of a relayed response.
+
+    Attributes:
+        response: For the handler to return.
+        outcome: `complete`, or why the client did not get all of it. Then it was told so: by an error event where one
+            could follow, otherwise by a body that visibly breaks off.
+        body_bytes: Bytes of the body that went to the client, without framing.
+        tap: What the body told; `None` unless it was an event stream or JSON.
+    """
+
+    response: web.StreamResponse
+    outcome: Outcome
+    body_bytes: int
+    tap: Tap | None
+
+
+async def relay(
+    exchange: Exchange,
+    connection: Connection,
+    response: EngineResponse,
+    request: web.Request,
+    *,
+    hide: bool,
+    extra_headers: Headers,
+    on_first_byte: Callable[[], None] | None,
+    max_event_bytes: int,
+    max_body_bytes: int,
+) -> Relayed:
+    """Relays the response; see `Exchange.relay`."""
+    # An error's body holds no handle, and nobody is served by refusing to pass it on.
+    if hide and response.is_encoded and response.status < 400:
+        message = "the answer is compressed, though that was not asked for"
+        raise UpstreamError("protocol", connection.origin.url, message, request_sent=True)
+    if hide and response.is_json and request.method != "HEAD":
+        return await _relay_document(exchange, connection, response, request, extra_headers, on_first_byte, max_body_bytes)
+    client = _client(request)
+    first = response.start_relay(
+        http_1_1=client.http_1_1,
+        keep_alive=client.keep_alive,
+        hide=HIDDEN if hide else None,
+        set=extra_headers,
+        default=_defaults(),
+        event_default=_EVENT_DEFAULTS,
+        max_event_bytes=max_event_bytes,
+    )
+    client.mark_started(len(first))
+    client.transport.write(first)
+    passage = _Passage(connection, response, client, on_first_byte)
+    passage.wrote()
+    outcome = await passage.outcome()
+    # The engine's connection is free before a slow client has taken the rest.
+    exchange.close()
+    return await _end(client, response, request, outcome)
+
+
+async def _relay_document(
+    exchange: Exchange,
+    connection: Connection,
+    response: EngineResponse,
+    request: web.Request,
+    extra_headers: Headers,
+    on_first_byte: Callable[[], None] | None,
+    limit: int,
+) -> Relayed:
+    body = await exchange.read(limit)
+    try:
+        shown, tap = hide_in_document(body, HIDDEN)
+    except ValueError as error:
+        raise UpstreamError("protocol", connection.origin.url, str(error), request_sent=True) from None
+    client = _client(request)
+    head = response.head_for(
+        len(shown), http_1_1=client.http_1_1, keep_alive=client.keep_alive, set=extra_headers, default=_defaults()
+    )
+    client.mark_started(len(head))
+    client.transport.write(head + shown)
+    if on_first_byte is not None:
+        on_first_byte()
+    if client.is_full:
+        await client.drain()
+    raw = RawResponse(response.status, body_length=len(shown), keep_alive=client.keep_alive, reset=None)
+    return Relayed(raw, "complete", len(shown), tap)
+
+
+def _client(request: web.Request) -> Client:
+    try:
+        return Client(request)
+    except ConnectionResetError:
+        # It left in this turn of the loop: the cancellation that says so is on its way.
+        raise asyncio.CancelledError from None
+
+
+class _Passage:
+    """Takes the engine's reads to the client's transport, and lets the engine wait while the client does not keep up."""
+
+    __slots__ = (
+        "_client", "_connection", "_error", "_feed", "_gone", "_on_first_byte", "_response", "_waiter", "_write",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        connection: Connection,
+        response: EngineResponse,
+        client: Client,
+        on_first_byte: Callable[[], None] | None,
+    ) -> None:
+        self._connection = connection
+        self._response = response
+        self._feed = response.feed
+        self._client = client
+        self._write = client.transport.write
+        self._on_first_byte = on_first_byte
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: UpstreamError | None = None
+        self._gone = False
+
+    def received(self, data: bytes) -> None:
+        """A network read of the engine's: the one path that every event of every stream takes."""
+        if self._client.is_gone:
+            self._gone = True
+            self._wake()
+            return
+        out = self._feed(data)
+        if out:
+            self._write(out)
+            if self._on_first_byte is not None:
+                self.wrote()
+        if self._response.state != OPEN or self._client.is_full:
+            self._wake()
+
+    def stopped(self, error: UpstreamError | None) -> None:
+        """The engine sends no more."""
+        if error is not None:
+            self._error = error
+        else:
+            out = self._response.close()
+            if out and not self._client.is_gone:
+                self._write(out)
+        self._wake()
+
+    def wrote(self) -> None:
+        """Reports the first byte of the body, once."""
+        if self._on_first_byte is not None and self._response.payload_bytes:
+            report, self._on_first_byte = self._on_first_byte, None
+            report()
+
+    async def outcome(self) -> Outcome:
+        """Waits for the end of the response."""
+        if self._response.state == OPEN:
+            self._connection.start_body(self)
+        while True:
+            if self._gone:
+                raise asyncio.CancelledError
+            if self._error is not None:
+                return "idle_timeout" if self._error.kind == "idle_timeout" else "upstream_cut"
+            state = self._response.state
+            if state == COMPLETE:
+                return "complete"
+            if state == EVENT_TOO_LARGE:
+                return "event_too_large"
+            if state in {CUT, PROTOCOL}:
+                return "upstream_cut"
+            if self._client.is_full:
+                self._connection.pause_reading()
+                await self._client.drain()
+                self._connection.resume_reading()
+                # What came of this is seen in the next round, after reads that the transport may still hold.
+                if self._client.is_gone:
+                    self._gone = True
+                continue
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def _wake(self) -> None:
+        if self._client.is_full:
+            self._connection.pause_reading()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+async def _end(client: Client, response: EngineResponse, request: web.Request, outcome: Outcome) -> Relayed:
+    keep_alive = response.client_keep_alive
+    reset = None
+    if outcome != "complete":
+        keep_alive = False
+        if response.at_event_boundary:
+            client.transport.write(_error_event(request, outcome, chunked=client.http_1_1))
+        elif not client.http_1_1:
+            # With a length or chunks the client sees that it lacks the end; where the end is a close, only a reset does.
+            reset = client.transport
+    if client.is_full:
+        await client.drain()
+    body_bytes = response.payload_bytes
+    raw = RawResponse(response.status, body_length=body_bytes, keep_alive=keep_alive, reset=reset)
+    return Relayed(raw, outcome, body_bytes, response.tap())
+
+
+def _error_event(request: web.Request, outcome: Outcome, *, chunked: bool) -> bytes:
+    """One event that says what happened, in the shape of the API, and the end of the body. There is no end mark: an
+    answer that was cut must not look finished.
+    """
+    message = _MESSAGES[outcome]
+    name = b""
+    error: dict[str, object]
+    if request.path.endswith("/v1/messages"):
+        name = b"event: error\n"
+        error = {"type": "error", "error": {"type": "api_error", "message": message}}
+    elif request.path.endswith("/v1/responses"):
+        name = b"event: error\n"
+        error = {"type": "error", "code": outcome, "message": message, "param": None}
+    else:
+        error = {"error": {"message": message, "type": outcome, "param": None, "code": 502}}
+    event = b"%sdata: %s\n\n" % (name, orjson.dumps(error))
+    return b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event) if chunked else event
+
+
+_date = (0, b"")
+
+
+def _defaults() -> Headers:
+    """The fields a response has even if the engine sent none."""
+    global _date  # noqa: PLW0603 - formatting a date costs more than the rest of a head
+    now = int(time.time())
+    if _date[0] != now:
+        _date = (now, formatdate(now, usegmt=True).encode())
+    return [(b"Server", b"kvroute"), (b"Date", _date[1])]
