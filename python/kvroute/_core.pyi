@@ -164,7 +164,7 @@ class Tap:
         """`usage.completion_tokens`, or `usage.output_tokens`."""
     @property
     def finish_reason(self) -> str | None:
-        """`finish_reason` of a choice, `stop_reason` of a message, or why a response is incomplete (else its status)."""
+        """`finish_reason` of a choice, `stop_reason` of a message, why a response is incomplete, or its status."""
     @property
     def error(self) -> bool:
         """The engine reported an error inside an answer whose status had already been sent."""

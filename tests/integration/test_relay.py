@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from tests.support.relaying import RelayGateway
 from tests.support.scripted import DONE, LAST_CHUNK, RawClient, ScriptedUpstream, chunk, json_reply, stream_head
 

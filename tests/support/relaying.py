@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from typing_extensions import Self
 
 from kvroute.upstream import Origin, Pool, Relayed, Timeouts, UpstreamError, forward_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class RelayGateway:

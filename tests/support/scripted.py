@@ -19,7 +19,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Union
+from typing import Any, Final, TypeAlias
 
 from typing_extensions import Self
 
@@ -70,9 +70,9 @@ class Recorded:
         return values[0] if values else None
 
 
-Step = Union[bytes, float, asyncio.Event, Mark, Callable[[Recorded], Any]]
-Script = Sequence[Step]
-Scripts = Union[Script, Mapping[str, Script], Callable[[Recorded], Union[Script, Awaitable[Script]]]]
+Step: TypeAlias = bytes | float | asyncio.Event | Mark | Callable[[Recorded], Any]
+Script: TypeAlias = Sequence[Step]
+Scripts: TypeAlias = Script | Mapping[str, Script] | Callable[[Recorded], Script | Awaitable[Script]]
 
 
 class ScriptedUpstream:
@@ -173,7 +173,7 @@ class ScriptedUpstream:
             script = script[request.target.partition("?")[0]]
         if callable(script):
             given = script(request)
-            return await given if inspect.isawaitable(given) else given  # type: ignore[return-value]
+            return await given if inspect.isawaitable(given) else given
         return script
 
     async def _play(
@@ -263,7 +263,11 @@ def reset(transport: asyncio.BaseTransport) -> None:
 
 
 def reply(
-    body: bytes = b"", *, status: str = "200 OK", headers: Sequence[tuple[str, str]] = (), content_type: str | None = None
+    body: bytes = b"",
+    *,
+    status: str = "200 OK",
+    headers: Sequence[tuple[str, str]] = (),
+    content_type: str | None = None,
 ) -> bytes:
     """A response with a length."""
     fields = [("Content-Length", str(len(body))), *headers]
@@ -280,7 +284,9 @@ def json_reply(body: bytes, *, status: str = "200 OK", headers: Sequence[tuple[s
 def stream_head(*headers: tuple[str, str], content_type: str = "text/event-stream; charset=utf-8") -> bytes:
     """The head of a chunked response, by default of an event stream."""
     fields = [("Content-Type", content_type), ("Transfer-Encoding", "chunked"), *headers]
-    return "".join(["HTTP/1.1 200 OK\r\n", *(f"{name}: {value}\r\n" for name, value in fields), "\r\n"]).encode("latin-1")
+    return "".join(["HTTP/1.1 200 OK\r\n", *(f"{name}: {value}\r\n" for name, value in fields), "\r\n"]).encode(
+        "latin-1"
+    )
 
 
 def chunk(payload: bytes) -> bytes:
@@ -333,7 +339,7 @@ class RawClient:
         sock = socket.socket()
         if self._receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
-        sock.setblocking(False)  # noqa: FBT003
+        sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._port))
         limit = 2**16 if self._receive_buffer is None else self._receive_buffer
         self.reader, self.writer = await asyncio.open_connection(sock=sock, limit=limit)

@@ -4,11 +4,13 @@ It is the only one that touches response bytes. A request goes out by `Pool.send
 head of the response is here; the exchange is read whole, or relayed into the transport of an aiohttp request.
 """
 
+from kvroute._core import Tap
+
 from .errors import UpstreamError
 from .exchange import Exchange
 from .headers import forward_headers
 from .origin import Origin, Timeouts
 from .pool import Pool, Reply
-from .relay import Relayed, Tap
+from .relay import Relayed
 
 __all__ = ["Exchange", "Origin", "Pool", "Relayed", "Reply", "Tap", "Timeouts", "UpstreamError", "forward_headers"]

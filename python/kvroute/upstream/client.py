@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import HttpVersion11, web
@@ -41,23 +42,28 @@ class RawResponse(web.StreamResponse):
 
     @property
     def prepared(self) -> bool:
+        """The head was sent."""
         return True
 
     @property
     def keep_alive(self) -> bool:
+        """Whether the client's connection stays open."""
         return self._raw_keep_alive
 
     @property
     def body_length(self) -> int:
+        """Bytes of the body, without framing."""
         return self._raw_length
 
-    async def prepare(self, request: web.BaseRequest) -> None:  # noqa: ARG002 - aiohttp's signature
-        return None
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Sends nothing: the head was sent."""
 
     async def write(self, data: Any) -> None:  # noqa: ARG002 - aiohttp's signature
+        """Refuses: the body was sent."""
         raise RuntimeError("the response was relayed; nothing can be added to it")
 
     async def write_eof(self, data: Any = b"") -> None:  # noqa: ARG002 - aiohttp's signature
+        """Sends nothing; resets a connection whose end would look like the end of the body."""
         if self._reset is not None:
             _reset(self._reset)
 
@@ -83,6 +89,7 @@ class Client:
 
     @property
     def is_gone(self) -> bool:
+        """Whether the client's connection is closed or closing."""
         return self.transport.is_closing()
 
     @property
@@ -92,10 +99,9 @@ class Client:
 
     async def drain(self) -> None:
         """Waits until the client has taken enough, or has left."""
-        try:
+        # That it has left is also said by the cancellation of the handler, or seen by the next write.
+        with suppress(ConnectionError):
             await self._protocol._drain_helper()  # noqa: SLF001 - see the module's docstring
-        except ConnectionError:
-            pass  # the cancellation of the handler says so too, or the next write
 
 
 def _reset(transport: asyncio.Transport) -> None:

@@ -182,9 +182,11 @@ class Connection(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is open."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
+        """A network read came; the loop calls nothing else as often."""
         self.active = True
         if self._sink is not None:
             self._sink.received(data)
@@ -209,6 +211,7 @@ class Connection(asyncio.Protocol):
                 self.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed: by this side, in an orderly way by the engine (no exception), or by a reset."""
         self._transport = None
         self._unsent = memoryview(b"")
         if exc is None and self._head_waiter is None:
@@ -223,9 +226,11 @@ class Connection(asyncio.Protocol):
         self._owner.connection_closed(self)
 
     def pause_writing(self) -> None:
+        """The transport holds bytes back."""
         self._writing_paused = True
 
     def resume_writing(self) -> None:
+        """What the transport held back has left."""
         self._writing_paused = False
         self.active = True
         if not self.request_written:

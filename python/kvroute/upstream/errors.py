@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal[
-    "connect", "connect_timeout", "first_byte_timeout", "idle_timeout", "reset", "protocol", "too_large"
-]
+Kind = Literal["connect", "connect_timeout", "first_byte_timeout", "idle_timeout", "reset", "protocol", "too_large"]
 
 
 class UpstreamError(Exception):

@@ -12,38 +12,42 @@ if TYPE_CHECKING:
 Headers = list[tuple[bytes, bytes]]
 
 # Between the client and the gateway only (RFC 9110 section 7.6.1), with the names that older systems use.
-HOP_BY_HOP = frozenset({
-    b"connection",
-    b"keep-alive",
-    b"proxy-authenticate",
-    b"proxy-authorization",
-    b"proxy-connection",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
-})
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
 
 # Made anew by the gateway for each request to an engine.
 _OWN = frozenset({b"host", b"content-length", b"expect", b"accept-encoding"})
 
 # Orders to gateways and engines of this kind: whoever sets them chooses where KV is read from, or which rank acts.
-INTERNAL = frozenset({
-    b"x-prefiller-host-port",
-    b"x-prefiller-url",
-    b"x-kv-cache-source-host-port",
-    b"x-encoder-hosts-ports",
-    b"x-gateway-destination-endpoint",
-    b"x-gateway-destination-endpoint-served",
-    b"x-gateway-destination-endpoint-subset",
-    b"x-data-parallel-rank",
-    b"x-data-parallel-host-port",
-})
+INTERNAL = frozenset(
+    {
+        b"x-prefiller-host-port",
+        b"x-prefiller-url",
+        b"x-kv-cache-source-host-port",
+        b"x-encoder-hosts-ports",
+        b"x-gateway-destination-endpoint",
+        b"x-gateway-destination-endpoint-served",
+        b"x-gateway-destination-endpoint-subset",
+        b"x-data-parallel-rank",
+        b"x-data-parallel-host-port",
+    }
+)
 
 _NEVER = HOP_BY_HOP | _OWN | INTERNAL
 
 
-def forward_headers(raw_headers: Iterable[tuple[bytes, bytes]], *, drop: Container[str] = ()) -> Headers:
+def forward_headers(raw_headers: Iterable[tuple[bytes, bytes]], *, drop: Container[bytes] = ()) -> Headers:
     """The client's header fields that an engine gets: all that describe the request, each as it came and once.
 
     Left out are hop-by-hop fields and those that `Connection` names, what the gateway makes itself (`Host`,
@@ -52,7 +56,7 @@ def forward_headers(raw_headers: Iterable[tuple[bytes, bytes]], *, drop: Contain
 
     Args:
         raw_headers: Name and value of each field in bytes, such as `request.raw_headers`.
-        drop: Further names to leave out, in lower case, such as `authorization`.
+        drop: Further names to leave out, in lower case, such as `b"authorization"`.
     """
     fields = list(raw_headers)
     named = {
@@ -65,7 +69,7 @@ def forward_headers(raw_headers: Iterable[tuple[bytes, bytes]], *, drop: Contain
     seen: set[tuple[bytes, bytes]] = set()
     for name, value in fields:
         lower = name.lower()
-        if lower in _NEVER or lower in named or lower.decode("latin-1") in drop:
+        if lower in _NEVER or lower in named or lower in drop:
             continue
         # A field that was sent twice with one value (by a client and by a proxy) is still one.
         if (lower, value) not in seen:

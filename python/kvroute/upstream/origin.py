@@ -95,7 +95,7 @@ class Origin:
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """The context for engines behind TLS: the system's authorities, HTTP/1.1 only. Made once, for it is slow to make."""
+    """The context for engines behind TLS: the system's authorities, HTTP/1.1 only. Made once: it is slow."""
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
     return context

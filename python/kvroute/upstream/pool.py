@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 
+# Seconds since its last response in which no engine gives a connection up: servers count whole seconds from there.
+_MOMENT = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -97,8 +100,8 @@ class Pool:
             headers: Fields of the request, without `Host` and `Content-Length`.
             body: The whole body.
             timeouts: Other than the pool's.
-            replay: Whether the request may be sent a second time as described. If not, it goes out exactly once, on
-                a new connection, so that no kept one can fail under it.
+            replay: Whether the request may be sent a second time as described. If not, it goes out at most once, and
+                on a connection that is new or was in use a moment ago, so that it will not meet one that is closing.
 
         Returns:
             The exchange, to be used as an asynchronous context manager.
@@ -111,7 +114,7 @@ class Pool:
             raise RuntimeError("the pool is closed")
         limits = timeouts or self._timeouts
         head = request_head(origin, method, target, headers, len(body))
-        connection = self._kept(origin) if replay else None
+        connection = self._kept(origin, self._idle_seconds if replay else _MOMENT)
         while True:
             kept = connection is not None
             if connection is None:
@@ -122,7 +125,7 @@ class Pool:
                 await head_came
             except UpstreamError as error:
                 connection.abort()
-                if not kept or error.kind != "reset" or response.started:
+                if not (kept and replay) or error.kind != "reset" or response.started:
                     raise
                 connection = None
             except BaseException:
@@ -190,14 +193,13 @@ class Pool:
         if idle is not None and connection in idle:
             idle.remove(connection)
 
-    def _kept(self, origin: Origin) -> Connection | None:
-        """The connection used last, for the engine is least likely to be closing that one."""
+    def _kept(self, origin: Origin, seconds: float) -> Connection | None:
+        """The connection used last, for the engine is least likely to be closing that one; if at most so long ago."""
         idle = self._idle.get(origin)
-        while idle:
+        while idle and asyncio.get_running_loop().time() - idle[-1].idle_since < seconds:
             connection = idle.pop()
-            if connection.is_open and asyncio.get_running_loop().time() - connection.idle_since < self._idle_seconds:
+            if connection.is_open:
                 return connection
-            connection.abort()
         return None
 
     async def _connect(self, origin: Origin, seconds: float) -> Connection:

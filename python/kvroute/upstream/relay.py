@@ -73,7 +73,8 @@ async def relay(
         message = "the answer is compressed, though that was not asked for"
         raise UpstreamError("protocol", connection.origin.url, message, request_sent=True)
     if hide and response.is_json and request.method != "HEAD":
-        return await _relay_document(exchange, connection, response, request, extra_headers, on_first_byte, max_body_bytes)
+        body = await exchange.read(max_body_bytes)
+        return await _relay_document(connection, response, request, body, extra_headers, on_first_byte)
     client = _client(request)
     first = response.start_relay(
         http_1_1=client.http_1_1,
@@ -94,16 +95,14 @@ async def relay(
     return await _end(client, response, request, outcome)
 
 
-async def _relay_document(
-    exchange: Exchange,
+async def _relay_document(  # noqa: PLR0917 - private, called once
     connection: Connection,
     response: EngineResponse,
     request: web.Request,
+    body: bytes,
     extra_headers: Headers,
     on_first_byte: Callable[[], None] | None,
-    limit: int,
 ) -> Relayed:
-    body = await exchange.read(limit)
     try:
         shown, tap = hide_in_document(body, HIDDEN)
     except ValueError as error:
@@ -131,7 +130,7 @@ def _client(request: web.Request) -> Client:
 
 
 class _Passage:
-    """Takes the engine's reads to the client's transport, and lets the engine wait while the client does not keep up."""
+    """Takes the engine's reads to the client's transport; the engine waits while the client does not keep up."""
 
     __slots__ = (
         "_client", "_connection", "_error", "_feed", "_gone", "_on_first_byte", "_response", "_waiter", "_write",
@@ -226,7 +225,7 @@ async def _end(client: Client, response: EngineResponse, request: web.Request, o
         if response.at_event_boundary:
             client.transport.write(_error_event(request, outcome, chunked=client.http_1_1))
         elif not client.http_1_1:
-            # With a length or chunks the client sees that it lacks the end; where the end is a close, only a reset does.
+            # A client sees that a length or a last chunk is missing; where a close is the end, only a reset tells.
             reset = client.transport
     if client.is_full:
         await client.drain()
@@ -236,8 +235,9 @@ async def _end(client: Client, response: EngineResponse, request: web.Request, o
 
 
 def _error_event(request: web.Request, outcome: Outcome, *, chunked: bool) -> bytes:
-    """One event that says what happened, in the shape of the API, and the end of the body. There is no end mark: an
-    answer that was cut must not look finished.
+    """One event that says what happened, in the shape of the API, and the end of the body.
+
+    There is no end mark such as `[DONE]`: an answer that was cut must not look finished.
     """
     message = _MESSAGES[outcome]
     name = b""

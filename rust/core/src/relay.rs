@@ -70,7 +70,15 @@ impl Relay {
     /// A relay before the first byte of the body.
     #[must_use]
     pub fn new(body: Body, watch: Watch, client: ClientFraming) -> Self {
-        Self { body, watch, client, state: State::Open, payload_bytes: 0, excess: false, in_step: true }
+        Self {
+            body,
+            watch,
+            client,
+            state: State::Open,
+            payload_bytes: 0,
+            excess: false,
+            in_step: true,
+        }
     }
 
     /// Where the body stands.
@@ -104,7 +112,10 @@ impl Relay {
     /// Whether an event of the gateway's own may follow what the client has: not behind a declared length.
     #[must_use]
     pub fn at_event_boundary(&self) -> bool {
-        let open_ended = matches!(self.client, ClientFraming::Chunked | ClientFraming::UntilClose);
+        let open_ended = matches!(
+            self.client,
+            ClientFraming::Chunked | ClientFraming::UntilClose
+        );
         open_ended && matches!(&self.watch, Watch::Events(scanner) if scanner.at_boundary())
     }
 
@@ -114,7 +125,11 @@ impl Relay {
             self.excess |= !data.is_empty();
             return Forward::Bytes(Vec::new());
         }
-        let mut payload = Payload { data, same: Vec::new(), edited: None };
+        let mut payload = Payload {
+            data,
+            same: Vec::new(),
+            edited: None,
+        };
         let mut at = 0;
         while at < data.len() && !self.body.is_complete() {
             match self.body.step(data, at) {
@@ -135,7 +150,7 @@ impl Relay {
             self.excess = at < data.len();
             self.complete(&mut payload);
         }
-        self.emit(payload)
+        self.emit(&payload)
     }
 
     /// The engine closed the connection in an orderly way. Gives what is still to go on.
@@ -143,10 +158,14 @@ impl Relay {
         if self.state != State::Open {
             return Vec::new();
         }
-        let mut payload = Payload { data: &[], same: Vec::new(), edited: None };
+        let mut payload = Payload {
+            data: &[],
+            same: Vec::new(),
+            edited: None,
+        };
         if self.body.close() {
             self.complete(&mut payload);
-            match self.emit(payload) {
+            match self.emit(&payload) {
                 Forward::Bytes(bytes) => bytes,
                 Forward::Same => Vec::new(),
             }
@@ -201,7 +220,7 @@ impl Relay {
         self.state = State::Complete;
     }
 
-    fn emit(&mut self, payload: Payload<'_>) -> Forward {
+    fn emit(&mut self, payload: &Payload<'_>) -> Forward {
         let length = payload.len();
         self.payload_bytes += length as u64;
         let ends = self.state == State::Complete;
@@ -210,7 +229,11 @@ impl Relay {
             let ends_in_step = ends || self.body.at_chunk_start();
             let starts_in_step = std::mem::replace(&mut self.in_step, ends_in_step);
             let as_it_came = starts_in_step && ends_in_step && payload.edited.is_none();
-            if as_it_came && !self.excess && self.body.is_plain() && !matches!(self.state, State::Failed(_)) {
+            if as_it_came
+                && !self.excess
+                && self.body.is_plain()
+                && !matches!(self.state, State::Failed(_))
+            {
                 return Forward::Same;
             }
         } else if !chunked && payload.is_all() {
@@ -251,14 +274,18 @@ impl Payload<'_> {
     fn append(&mut self, bytes: &[u8]) {
         let edited = self.edited.get_or_insert_with(|| {
             let mut before = Vec::with_capacity(self.data.len());
-            self.same.iter().for_each(|part| before.extend_from_slice(&self.data[part.clone()]));
+            self.same
+                .iter()
+                .for_each(|part| before.extend_from_slice(&self.data[part.clone()]));
             before
         });
         edited.extend_from_slice(bytes);
     }
 
     fn len(&self) -> usize {
-        self.edited.as_ref().map_or_else(|| self.same.iter().map(Range::len).sum(), Vec::len)
+        self.edited
+            .as_ref()
+            .map_or_else(|| self.same.iter().map(Range::len).sum(), Vec::len)
     }
 
     fn is_all(&self) -> bool {
@@ -268,7 +295,10 @@ impl Payload<'_> {
     fn write(&self, out: &mut Vec<u8>) {
         match &self.edited {
             Some(edited) => out.extend_from_slice(edited),
-            None => self.same.iter().for_each(|part| out.extend_from_slice(&self.data[part.clone()])),
+            None => self
+                .same
+                .iter()
+                .for_each(|part| out.extend_from_slice(&self.data[part.clone()])),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! Responses of engines: head, framing, and what is read of them on their way to the client.
 
-use kvroute_core::http1::{Body, ClientFraming, ClientHead, Framing, Head, HeadParser, is_field, write_head};
+use kvroute_core::http1::{
+    Body, ClientFraming, ClientHead, Framing, Head, HeadParser, is_field, write_head,
+};
 use kvroute_core::relay::{Forward, Relay, RelayError, State, Watch};
 use kvroute_core::sse::{Document, Facts, Hidden, Mode, Scanner};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -16,7 +18,10 @@ pub struct Tap(Facts);
 impl Tap {
     #[getter]
     fn handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        self.0.handle.as_deref().map(|handle| PyBytes::new(py, handle))
+        self.0
+            .handle
+            .as_deref()
+            .map(|handle| PyBytes::new(py, handle))
     }
 
     #[getter]
@@ -46,8 +51,17 @@ impl Tap {
 
     /// Without the handle: it has addresses in it.
     fn __repr__(&self) -> String {
-        let Facts { handle, prompt_tokens, completion_tokens, finish_reason, error, done } = &self.0;
-        let handle = handle.as_ref().map_or("None".to_owned(), |handle| format!("<{} bytes>", handle.len()));
+        let Facts {
+            handle,
+            prompt_tokens,
+            completion_tokens,
+            finish_reason,
+            error,
+            done,
+        } = &self.0;
+        let handle = handle.as_ref().map_or("None".to_owned(), |handle| {
+            format!("<{} bytes>", handle.len())
+        });
         format!(
             "Tap(handle={handle}, prompt_tokens={prompt_tokens:?}, completion_tokens={completion_tokens:?}, \
              finish_reason={finish_reason:?}, error={error}, done={done})"
@@ -93,9 +107,16 @@ impl EngineResponse {
             self.early.extend_from_slice(data);
             return Ok(true);
         }
-        let parsed = self.parser.feed(data).map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let Some((head, length)) = parsed else { return Ok(false) };
-        self.framing = head.framing(self.request_is_head).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let parsed = self
+            .parser
+            .feed(data)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let Some((head, length)) = parsed else {
+            return Ok(false);
+        };
+        self.framing = head
+            .framing(self.request_is_head)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
         self.head = Some(head);
         self.early.extend_from_slice(&data[length..]);
         Ok(true)
@@ -132,14 +153,27 @@ impl EngineResponse {
     }
 
     #[getter]
-    fn headers<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)>> {
-        Ok(self.head()?.fields().map(|(name, value)| (PyBytes::new(py, name), PyBytes::new(py, value))).collect())
+    fn headers<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Vec<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)>> {
+        Ok(self
+            .head()?
+            .fields()
+            .map(|(name, value)| (PyBytes::new(py, name), PyBytes::new(py, value)))
+            .collect())
     }
 
     fn header(&self, name: &str) -> PyResult<Option<String>> {
         let values: Vec<&[u8]> = self.head()?.values(name).collect();
         // Latin-1, so that every byte has a character (RFC 9110 section 5.5).
-        Ok((!values.is_empty()).then(|| values.join(&b", "[..]).iter().map(|&byte| char::from(byte)).collect()))
+        Ok((!values.is_empty()).then(|| {
+            values
+                .join(&b", "[..])
+                .iter()
+                .map(|&byte| char::from(byte))
+                .collect()
+        }))
     }
 
     fn start_read<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
@@ -148,7 +182,11 @@ impl EngineResponse {
     }
 
     #[pyo3(signature = (*, http_1_1, keep_alive, hide, set, default, event_default, max_event_bytes))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of one call")]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::needless_pass_by_value,
+        reason = "keyword arguments of one call, which pyo3 hands over"
+    )]
     fn start_relay<'py>(
         &mut self,
         py: Python<'py>,
@@ -175,7 +213,9 @@ impl EngineResponse {
             // 204 has no length; that of an answer to HEAD, or of 304, is what GET would have got.
             Framing::Empty if head.status() == 204 => ClientFraming::Empty(None),
             Framing::Empty => ClientFraming::Empty(head.content_length().unwrap_or_default()),
-            Framing::Length(length) if !(hides && matches!(watch, Watch::Events(_))) => ClientFraming::Length(length),
+            Framing::Length(length) if !(hides && matches!(watch, Watch::Events(_))) => {
+                ClientFraming::Length(length)
+            }
             _ if http_1_1 => ClientFraming::Chunked,
             _ => ClientFraming::UntilClose,
         };
@@ -185,6 +225,10 @@ impl EngineResponse {
         self.start(py, bytes, watch, framing)
     }
 
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "pyo3 hands over what it extracted"
+    )]
     #[pyo3(signature = (length, *, http_1_1, keep_alive, set, default))]
     fn head_for<'py>(
         &self,
@@ -195,7 +239,13 @@ impl EngineResponse {
         set: Fields,
         default: Fields,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let bytes = self.write_head(ClientFraming::Length(length), http_1_1, keep_alive, &set, &default)?;
+        let bytes = self.write_head(
+            ClientFraming::Length(length),
+            http_1_1,
+            keep_alive,
+            &set,
+            &default,
+        )?;
         Ok(PyBytes::new(py, &bytes))
     }
 
@@ -211,13 +261,11 @@ impl EngineResponse {
     }
 
     fn close<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        match &mut self.relay {
-            Some(relay) => PyBytes::new(py, &relay.close()),
-            None => {
-                self.closed_early = true;
-                PyBytes::new(py, b"")
-            }
+        if let Some(relay) = &mut self.relay {
+            return PyBytes::new(py, &relay.close());
         }
+        self.closed_early = true;
+        PyBytes::new(py, b"")
     }
 
     #[getter]
@@ -241,7 +289,10 @@ impl EngineResponse {
 
     #[getter]
     fn reusable(&self) -> bool {
-        let complete = self.relay.as_ref().is_some_and(|relay| relay.state() == State::Complete && !relay.has_excess());
+        let complete = self
+            .relay
+            .as_ref()
+            .is_some_and(|relay| relay.state() == State::Complete && !relay.has_excess());
         complete
             && !self.closed_early
             && self.framing != Framing::UntilClose
@@ -270,7 +321,9 @@ impl EngineResponse {
 
 impl EngineResponse {
     fn head(&self) -> PyResult<&Head> {
-        self.head.as_ref().ok_or_else(|| PyRuntimeError::new_err("the response head is not complete"))
+        self.head
+            .as_ref()
+            .ok_or_else(|| PyRuntimeError::new_err("the response head is not complete"))
     }
 
     fn write_head(
@@ -281,12 +334,24 @@ impl EngineResponse {
         set: &Fields,
         default: &Fields,
     ) -> PyResult<Vec<u8>> {
-        if let Some((name, _)) = set.iter().chain(default).find(|(name, value)| !is_field(name, value)) {
+        if let Some((name, _)) = set
+            .iter()
+            .chain(default)
+            .find(|(name, value)| !is_field(name, value))
+        {
             let name = String::from_utf8_lossy(name);
-            return Err(PyValueError::new_err(format!("{name:?} is not a header field, or its value has a line end")));
+            return Err(PyValueError::new_err(format!(
+                "{name:?} is not a header field, or its value has a line end"
+            )));
         }
         let (set, default) = (borrowed(set), borrowed(default));
-        let client = ClientHead { framing, http_1_1, keep_alive, set: &set, default: &default };
+        let client = ClientHead {
+            framing,
+            http_1_1,
+            keep_alive,
+            set: &set,
+            default: &default,
+        };
         Ok(write_head(self.head()?, &client))
     }
 
@@ -299,7 +364,9 @@ impl EngineResponse {
         client: ClientFraming,
     ) -> PyResult<Bound<'py, PyBytes>> {
         if self.relay.is_some() {
-            return Err(PyRuntimeError::new_err("the response body was started before"));
+            return Err(PyRuntimeError::new_err(
+                "the response body was started before",
+            ));
         }
         let mut relay = Relay::new(Body::new(self.framing), watch, client);
         let early = std::mem::take(&mut self.early);
@@ -316,7 +383,10 @@ impl EngineResponse {
 }
 
 fn borrowed(fields: &Fields) -> Vec<(&[u8], &[u8])> {
-    fields.iter().map(|(name, value)| (&name[..], &value[..])).collect()
+    fields
+        .iter()
+        .map(|(name, value)| (&name[..], &value[..]))
+        .collect()
 }
 
 /// Takes hidden members out of an answer that is one JSON document.

@@ -65,7 +65,13 @@ impl Body {
             Framing::Length(length) => (length, length == 0),
             Framing::Chunked | Framing::UntilClose => (0, false),
         };
-        Self { framing, remaining, chunk: Chunk::Size(0), extra_bytes: 0, complete }
+        Self {
+            framing,
+            remaining,
+            chunk: Chunk::Size(0),
+            extra_bytes: 0,
+            complete,
+        }
     }
 
     /// How this body is delimited.
@@ -102,13 +108,25 @@ impl Body {
     /// Goes on from `data[at]` to the end of the next piece of payload, of the body, or of the data.
     pub fn step(&mut self, data: &[u8], at: usize) -> Result<Step, ProtocolError> {
         match self.framing {
-            _ if self.complete => Ok(Step { payload: at..at, next: at }),
-            Framing::Empty => Ok(Step { payload: at..at, next: at }),
-            Framing::UntilClose => Ok(Step { payload: at..data.len(), next: data.len() }),
+            _ if self.complete => Ok(Step {
+                payload: at..at,
+                next: at,
+            }),
+            Framing::Empty => Ok(Step {
+                payload: at..at,
+                next: at,
+            }),
+            Framing::UntilClose => Ok(Step {
+                payload: at..data.len(),
+                next: data.len(),
+            }),
             Framing::Length(_) => {
                 let end = self.take(data, at);
                 self.complete = self.remaining == 0;
-                Ok(Step { payload: at..end, next: end })
+                Ok(Step {
+                    payload: at..end,
+                    next: end,
+                })
             }
             Framing::Chunked => self.chunked(data, at),
         }
@@ -117,7 +135,8 @@ impl Body {
     /// Counts what of `data[at..]` belongs to the bytes still to come; gives its end.
     fn take(&mut self, data: &[u8], at: usize) -> usize {
         let available = data.len() - at;
-        let taken = usize::try_from(self.remaining).map_or(available, |remaining| remaining.min(available));
+        let taken =
+            usize::try_from(self.remaining).map_or(available, |remaining| remaining.min(available));
         self.remaining -= taken as u64;
         at + taken
     }
@@ -135,7 +154,10 @@ impl Body {
                     self.chunk = self.transition(data[next])?;
                     next += 1;
                 }
-                return Ok(Step { payload: at..end, next });
+                return Ok(Step {
+                    payload: at..end,
+                    next,
+                });
             }
             let byte = data[at];
             at += 1;
@@ -148,7 +170,10 @@ impl Body {
             }
             self.chunk = self.transition(byte)?;
         }
-        Ok(Step { payload: at..at, next: at })
+        Ok(Step {
+            payload: at..at,
+            next: at,
+        })
     }
 
     fn transition(&mut self, byte: u8) -> Result<Chunk, ProtocolError> {
@@ -162,16 +187,21 @@ impl Body {
                 self.remaining = before << 4 | u64::from(digit);
                 Ok(Chunk::Size(digits + 1))
             }
-            (Chunk::Size(1..), b';' | b' ' | b'\t') => self.extra(Chunk::Extension),
             (Chunk::Size(1..) | Chunk::Extension, b'\r') => Ok(Chunk::SizeLf),
-            (Chunk::SizeLf, b'\n') => Ok(if self.remaining == 0 { Chunk::Trailer } else { Chunk::Data }),
+            (Chunk::SizeLf, b'\n') => Ok(if self.remaining == 0 {
+                Chunk::Trailer
+            } else {
+                Chunk::Data
+            }),
             (Chunk::Data | Chunk::DataCr, b'\r') => Ok(Chunk::DataLf),
             (Chunk::DataLf, b'\n') => Ok(Chunk::Size(0)),
             (Chunk::Trailer, b'\r') => Ok(Chunk::EndLf),
             (Chunk::TrailerLine, b'\r') => Ok(Chunk::TrailerLf),
             (Chunk::TrailerLf, b'\n') => Ok(Chunk::Trailer),
             (_, b'\n' | b'\0') => Err(ProtocolError::Chunk),
-            (Chunk::Extension, _) => self.extra(Chunk::Extension),
+            (Chunk::Size(1..), b';' | b' ' | b'\t') | (Chunk::Extension, _) => {
+                self.extra(Chunk::Extension)
+            }
             (Chunk::Trailer | Chunk::TrailerLine, _) => self.extra(Chunk::TrailerLine),
             _ => Err(ProtocolError::Chunk),
         }
@@ -179,6 +209,10 @@ impl Body {
 
     fn extra(&mut self, next: Chunk) -> Result<Chunk, ProtocolError> {
         self.extra_bytes += 1;
-        if self.extra_bytes > MAX_EXTRA_BYTES { Err(ProtocolError::ExtraTooLarge) } else { Ok(next) }
+        if self.extra_bytes > MAX_EXTRA_BYTES {
+            Err(ProtocolError::ExtraTooLarge)
+        } else {
+            Ok(next)
+        }
     }
 }

@@ -115,5 +115,9 @@ fn field(out: &mut Vec<u8>, name: &[u8], value: &[u8]) {
 #[must_use]
 pub fn is_field(name: &[u8], value: &[u8]) -> bool {
     let token = |byte: &u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte);
-    !name.is_empty() && name.iter().all(token) && !value.iter().any(|byte| matches!(byte, b'\r' | b'\n' | b'\0'))
+    !name.is_empty()
+        && name.iter().all(token)
+        && !value
+            .iter()
+            .any(|byte| matches!(byte, b'\r' | b'\n' | b'\0'))
 }

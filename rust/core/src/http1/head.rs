@@ -31,7 +31,9 @@ impl Head {
 
     /// Name and value of each header field, in order and as they came.
     pub fn fields(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
-        self.fields.iter().map(|(name, value)| (&self.bytes[name.clone()], &self.bytes[value.clone()]))
+        self.fields
+            .iter()
+            .map(|(name, value)| (&self.bytes[name.clone()], &self.bytes[value.clone()]))
     }
 
     /// The values of every field called `name`, in order.
@@ -55,26 +57,38 @@ impl Head {
     /// intermediary: it is read to its end, and the connection is not used again (section 6.1 and 6.3).
     #[must_use]
     pub fn keep_alive(&self) -> bool {
-        let named = |option: &str| self.list("connection").any(|element| element.eq_ignore_ascii_case(option.as_bytes()));
+        let named = |option: &str| {
+            self.list("connection")
+                .any(|element| element.eq_ignore_ascii_case(option.as_bytes()))
+        };
         let coded = self.values("transfer-encoding").next().is_some();
         if coded && (!self.http_1_1 || self.values("content-length").next().is_some()) {
             return false;
         }
-        if self.http_1_1 { !named("close") } else { named("keep-alive") && !named("close") }
+        if self.http_1_1 {
+            !named("close")
+        } else {
+            named("keep-alive") && !named("close")
+        }
     }
 
     /// Whether the body is `media_type` (lower case), and not coded so that its text cannot be read.
     #[must_use]
     pub fn is_plain(&self, media_type: &str) -> bool {
         let sent = self.values("content-type").last().unwrap_or_default();
-        let sent = sent.split(|&byte| byte == b';').next().unwrap_or_default().trim_ascii();
+        let sent = sent
+            .split(|&byte| byte == b';')
+            .next()
+            .unwrap_or_default()
+            .trim_ascii();
         sent.eq_ignore_ascii_case(media_type.as_bytes()) && !self.is_encoded()
     }
 
     /// Whether the body is compressed, or otherwise coded.
     #[must_use]
     pub fn is_encoded(&self) -> bool {
-        self.list("content-encoding").any(|coding| !coding.eq_ignore_ascii_case(b"identity"))
+        self.list("content-encoding")
+            .any(|coding| !coding.eq_ignore_ascii_case(b"identity"))
     }
 
     /// How the body after this head is delimited, in the order of RFC 9112 section 6.3.
@@ -84,17 +98,28 @@ impl Head {
         }
         let mut codings = self.list("transfer-encoding").peekable();
         if codings.peek().is_some() {
-            let exactly_chunked = codings.next().is_some_and(|coding| coding.eq_ignore_ascii_case(b"chunked"))
+            let exactly_chunked = codings
+                .next()
+                .is_some_and(|coding| coding.eq_ignore_ascii_case(b"chunked"))
                 && codings.next().is_none();
-            return if exactly_chunked { Ok(Framing::Chunked) } else { Err(ProtocolError::TransferEncoding) };
+            return if exactly_chunked {
+                Ok(Framing::Chunked)
+            } else {
+                Err(ProtocolError::TransferEncoding)
+            };
         }
-        Ok(self.content_length()?.map_or(Framing::UntilClose, Framing::Length))
+        Ok(self
+            .content_length()?
+            .map_or(Framing::UntilClose, Framing::Length))
     }
 
     /// The declared length, if there is one. Repeated equal values count as one (RFC 9110 section 8.6).
     pub fn content_length(&self) -> Result<Option<u64>, ProtocolError> {
         let mut length = None;
-        for value in self.values("content-length").flat_map(|value| value.split(|&byte| byte == b',')) {
+        for value in self
+            .values("content-length")
+            .flat_map(|value| value.split(|&byte| byte == b','))
+        {
             let digits = value.trim_ascii();
             let parsed = std::str::from_utf8(digits)
                 .ok()
@@ -142,7 +167,9 @@ impl HeadParser {
             if self.interim_bytes + end > MAX_HEAD_BYTES {
                 return Err(ProtocolError::HeadTooLarge);
             }
-            let Some((head, length)) = parse(&self.buffer[start..end])? else { continue };
+            let Some((head, length)) = parse(&self.buffer[start..end])? else {
+                continue;
+            };
             start += length;
             if head.status == 101 {
                 return Err(ProtocolError::Upgrade);
@@ -169,19 +196,28 @@ impl HeadParser {
 fn parse(bytes: &[u8]) -> Result<Option<(Head, usize)>, ProtocolError> {
     let mut storage = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut response = httparse::Response::new(&mut storage);
-    let httparse::Status::Complete(length) = response.parse(bytes).map_err(ProtocolError::Head)? else {
+    let httparse::Status::Complete(length) = response.parse(bytes).map_err(ProtocolError::Head)?
+    else {
         return Ok(None);
     };
     // httparse lends parts of `bytes`, so their distance from its start is their place in the copy.
     let place = |part: &[u8]| {
         let start = (part.as_ptr() as usize).saturating_sub(bytes.as_ptr() as usize);
-        if part.is_empty() || start + part.len() > length { 0..0 } else { start..start + part.len() }
+        if part.is_empty() || start + part.len() > length {
+            0..0
+        } else {
+            start..start + part.len()
+        }
     };
     let head = Head {
         status: response.code.unwrap_or_default(),
         http_1_1: response.version == Some(1),
         reason: place(response.reason.unwrap_or_default().as_bytes()),
-        fields: response.headers.iter().map(|field| (place(field.name.as_bytes()), place(field.value))).collect(),
+        fields: response
+            .headers
+            .iter()
+            .map(|field| (place(field.name.as_bytes()), place(field.value)))
+            .collect(),
         bytes: bytes[..length].to_vec(),
     };
     Ok(Some((head, length)))

@@ -18,7 +18,12 @@ impl Document {
     /// A document of which at most `limit` bytes are kept.
     #[must_use]
     pub fn new(limit: usize) -> Self {
-        Self { kept: Vec::new(), limit, overflowed: false, facts: Facts::default() }
+        Self {
+            kept: Vec::new(),
+            limit,
+            overflowed: false,
+            facts: Facts::default(),
+        }
     }
 
     /// Takes the next piece of the body.
@@ -35,7 +40,11 @@ impl Document {
     pub fn finish(&mut self, last: &[u8]) {
         if !self.kept.is_empty() || last.len() > self.limit {
             self.feed(last);
-            inspect(&std::mem::take(&mut self.kept), &Hidden::nothing(), &mut self.facts);
+            inspect(
+                &std::mem::take(&mut self.kept),
+                &Hidden::nothing(),
+                &mut self.facts,
+            );
         } else if !self.overflowed {
             inspect(last, &Hidden::nothing(), &mut self.facts);
         }
@@ -52,7 +61,10 @@ impl Document {
     /// # Errors
     ///
     /// [`Unreadable`] if the body names a hidden member but is not JSON, so that it cannot be taken out.
-    pub fn take_hidden(body: &[u8], hidden: &Hidden) -> Result<(Option<Vec<u8>>, Facts), Unreadable> {
+    pub fn take_hidden(
+        body: &[u8],
+        hidden: &Hidden,
+    ) -> Result<(Option<Vec<u8>>, Facts), Unreadable> {
         let mut facts = Facts::default();
         match inspect(body, hidden, &mut facts) {
             Verdict::Keep => Ok((None, facts)),

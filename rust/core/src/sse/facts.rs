@@ -39,7 +39,10 @@ impl Hidden {
     /// Hides members of these names.
     #[must_use]
     pub fn new(names: Vec<String>) -> Self {
-        let finders = names.iter().map(|name| Finder::new(&format!("\"{name}\"")).into_owned()).collect();
+        let finders = names
+            .iter()
+            .map(|name| Finder::new(&format!("\"{name}\"")).into_owned())
+            .collect();
         Self { names, finders }
     }
 
@@ -58,7 +61,10 @@ impl Hidden {
     /// Whether the text names a hidden member anywhere, be it in a string or in text that is not JSON.
     pub(super) fn is_named_in(&self, text: &[u8]) -> bool {
         ESCAPE.find(text).is_some() && !self.is_empty()
-            || self.names.iter().any(|name| memmem::find(text, name.as_bytes()).is_some())
+            || self
+                .names
+                .iter()
+                .any(|name| memmem::find(text, name.as_bytes()).is_some())
     }
 }
 
@@ -88,7 +94,14 @@ pub enum Verdict {
 
 /// Keys without which an object has nothing to tell, as they stand in JSON that escapes no letters.
 static TELLING: LazyLock<[Finder<'static>; 5]> = LazyLock::new(|| {
-    ["\"kv_transfer_params\"", "\"usage\"", "\"finish_reason\"", "\"stop_reason\"", "\"error\""].map(Finder::new)
+    [
+        "\"kv_transfer_params\"",
+        "\"usage\"",
+        "\"finish_reason\"",
+        "\"stop_reason\"",
+        "\"error\"",
+    ]
+    .map(Finder::new)
 });
 
 /// An escape that can spell a letter of a key.
@@ -112,7 +125,11 @@ pub fn inspect(text: &[u8], hidden: &Hidden, facts: &mut Facts) -> Verdict {
 
 /// Whether a walk through the members can find anything. Most events of a stream end here, at the speed of memmem.
 fn may_tell(text: &[u8], hidden: &Hidden) -> bool {
-    TELLING.iter().chain(&hidden.finders).any(|finder| has_value(text, finder)) || ESCAPE.find(text).is_some()
+    TELLING
+        .iter()
+        .chain(&hidden.finders)
+        .any(|finder| has_value(text, finder))
+        || ESCAPE.find(text).is_some()
 }
 
 /// Whether the quoted key stands before a value that is not null: engines put `"usage":null` into every event.
@@ -132,7 +149,7 @@ fn is_null(value: &[u8]) -> bool {
     value.starts_with(b"null")
 }
 
-/// What was found in one object before it is known to be whole.
+/// What was found in one object before it is known to be whole. `kind` and `named` are its `type` and `object`.
 #[derive(Default)]
 struct Object {
     found: Facts,
@@ -141,7 +158,7 @@ struct Object {
     has_usage: bool,
     kept: usize,
     kind: Option<String>,
-    object: Option<String>,
+    named: Option<String>,
     status: Option<String>,
     incomplete: Option<String>,
 }
@@ -221,7 +238,7 @@ impl Object {
     /// Members that a response of `/v1/responses` has, in an event as well as when it is the whole answer.
     fn response_member(&mut self, key: &str, value: &[u8]) -> Result<(), Malformed> {
         match (key, value.first()) {
-            ("object", Some(b'"')) => self.object = unescape(value),
+            ("object", Some(b'"')) => self.named = unescape(value),
             ("status", Some(b'"')) => self.status = unescape(value),
             ("incomplete_details", Some(b'{')) => self.incomplete = string_member(value, "reason")?,
             _ => {}
@@ -233,9 +250,15 @@ impl Object {
         self.has_usage = true;
         for member in Members::new(usage, 0) {
             let member = member?;
-            let number = || std::str::from_utf8(&usage[member.value.clone()]).ok().and_then(|text| text.parse().ok());
+            let number = || {
+                std::str::from_utf8(&usage[member.value.clone()])
+                    .ok()
+                    .and_then(|text| text.parse().ok())
+            };
             match Key::of(&usage[member.key.clone()]).as_str() {
-                "prompt_tokens" | "input_tokens" => self.found.prompt_tokens = number().or(self.found.prompt_tokens),
+                "prompt_tokens" | "input_tokens" => {
+                    self.found.prompt_tokens = number().or(self.found.prompt_tokens);
+                }
                 "completion_tokens" | "output_tokens" => {
                     self.found.completion_tokens = number().or(self.found.completion_tokens);
                 }
@@ -262,9 +285,22 @@ impl Object {
     }
 
     fn conclude(self, facts: &mut Facts) -> Verdict {
-        let Self { found, cuts, empty_choices, has_usage, kept, kind, object, status, incomplete } = self;
-        let ends_response = matches!(kind.as_deref(), Some("response.completed" | "response.incomplete" | "response.failed"));
-        let reason = if ends_response || object.as_deref() == Some("response") && kind.is_none() {
+        let Self {
+            found,
+            cuts,
+            empty_choices,
+            has_usage,
+            kept,
+            kind,
+            named,
+            status,
+            incomplete,
+        } = self;
+        let ends_response = matches!(
+            kind.as_deref(),
+            Some("response.completed" | "response.incomplete" | "response.failed")
+        );
+        let reason = if ends_response || named.as_deref() == Some("response") && kind.is_none() {
             incomplete.or(status)
         } else {
             None
@@ -273,11 +309,22 @@ impl Object {
         facts.handle = found.handle.or(facts.handle.take());
         facts.prompt_tokens = found.prompt_tokens.or(facts.prompt_tokens);
         facts.completion_tokens = found.completion_tokens.or(facts.completion_tokens);
-        facts.finish_reason = reason.or(found.finish_reason).or(facts.finish_reason.take());
+        facts.finish_reason = reason
+            .or(found.finish_reason)
+            .or(facts.finish_reason.take());
         // `{"object":"error"}` is how vLLM before 0.10 began its errors.
-        facts.error |= found.error || object.as_deref() == Some("error") || matches!(kind.as_deref(), Some("error" | "response.failed"));
+        facts.error |= found.error
+            || named.as_deref() == Some("error")
+            || matches!(kind.as_deref(), Some("error" | "response.failed"));
         facts.done |= ends_response || kind.as_deref() == Some("message_stop");
-        if cuts.is_empty() { Verdict::Keep } else { Verdict::Cut { cuts, rest_is_empty } }
+        if cuts.is_empty() {
+            Verdict::Keep
+        } else {
+            Verdict::Cut {
+                cuts,
+                rest_is_empty,
+            }
+        }
     }
 }
 

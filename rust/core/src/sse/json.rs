@@ -27,7 +27,9 @@ pub(super) struct Members<'a> {
 
 impl<'a> Members<'a> {
     pub(super) fn new(text: &'a [u8], at: usize) -> Self {
-        Self { items: Items::new(text, at, b'{', b'}') }
+        Self {
+            items: Items::new(text, at, b'{', b'}'),
+        }
     }
 
     /// The first byte after the object, once all members were taken.
@@ -49,7 +51,10 @@ impl Iterator for Members<'_> {
             let colon = skip_space(text, key_end);
             (text.get(colon) == Some(&b':')).then_some(())?;
             let value = skip_space(text, colon + 1);
-            Some(Member { key: start..key_end, value: value..value_end(text, value)? })
+            Some(Member {
+                key: start..key_end,
+                value: value..value_end(text, value)?,
+            })
         });
         Some(self.items.finish(member, |member| member.value.end))
     }
@@ -62,7 +67,9 @@ pub(super) struct Elements<'a> {
 
 impl<'a> Elements<'a> {
     pub(super) fn new(text: &'a [u8], at: usize) -> Self {
-        Self { items: Items::new(text, at, b'[', b']') }
+        Self {
+            items: Items::new(text, at, b'[', b']'),
+        }
     }
 }
 
@@ -91,7 +98,13 @@ struct Items<'a> {
 impl<'a> Items<'a> {
     fn new(text: &'a [u8], at: usize, open: u8, close: u8) -> Self {
         debug_assert_eq!(text.get(at), Some(&open));
-        Self { text, at: at + 1, close, first: true, done: false }
+        Self {
+            text,
+            at: at + 1,
+            close,
+            first: true,
+            done: false,
+        }
     }
 
     /// Where the next item starts; `None` after the last.
@@ -116,15 +129,12 @@ impl<'a> Items<'a> {
     }
 
     fn finish<T>(&mut self, item: Option<T>, end: impl Fn(&T) -> usize) -> Result<T, Malformed> {
-        match item {
-            Some(item) => {
-                self.at = end(&item);
-                Ok(item)
-            }
-            None => {
-                self.done = true;
-                Err(Malformed)
-            }
+        if let Some(item) = item {
+            self.at = end(&item);
+            Ok(item)
+        } else {
+            self.done = true;
+            Err(Malformed)
         }
     }
 }
@@ -158,8 +168,18 @@ fn value_end(text: &[u8], at: usize) -> Option<usize> {
         b'{' | b'[' => brackets_end(text, at),
         b',' | b':' | b'}' | b']' => None,
         _ => {
-            let is_end = |byte: &u8| matches!(byte, b',' | b':' | b'}' | b']' | b'"' | b' ' | b'\t' | b'\n' | b'\r');
-            Some(text[at..].iter().position(is_end).map_or(text.len(), |length| at + length))
+            let is_end = |byte: &u8| {
+                matches!(
+                    byte,
+                    b',' | b':' | b'}' | b']' | b'"' | b' ' | b'\t' | b'\n' | b'\r'
+                )
+            };
+            Some(
+                text[at..]
+                    .iter()
+                    .position(is_end)
+                    .map_or(text.len(), |length| at + length),
+            )
         }
     }
 }
@@ -210,7 +230,9 @@ pub(super) fn unescape(quoted: &[u8]) -> Option<String> {
                 let high = hex4(&mut rest)?;
                 if (0xd800..0xdc00).contains(&high) {
                     let mut ahead = rest.clone();
-                    let low = (ahead.next() == Some('\\') && ahead.next() == Some('u')).then(|| hex4(&mut ahead)).flatten();
+                    let low = (ahead.next() == Some('\\') && ahead.next() == Some('u'))
+                        .then(|| hex4(&mut ahead))
+                        .flatten();
                     match low.filter(|low| (0xdc00..0xe000).contains(low)) {
                         Some(low) => {
                             rest = ahead;

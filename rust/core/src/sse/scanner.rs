@@ -59,7 +59,14 @@ impl Scanner {
     /// does not read that event.
     #[must_use]
     pub fn new(mode: Mode, limit: usize) -> Self {
-        Self { mode, limit, residue: Vec::new(), lines: Lines::default(), split_end: None, facts: Facts::default() }
+        Self {
+            mode,
+            limit,
+            residue: Vec::new(),
+            lines: Lines::default(),
+            split_end: None,
+            facts: Facts::default(),
+        }
     }
 
     /// What the events so far have told.
@@ -140,12 +147,19 @@ impl Scanner {
     }
 
     fn hide(&mut self, data: &[u8], out: &mut Vec<u8>) -> Result<Pass, EventTooLarge> {
-        let mut same = Same { data, end: self.residue.is_empty().then_some(0) };
+        let mut same = Same {
+            data,
+            end: self.residue.is_empty().then_some(0),
+        };
         let mut at = 0;
         if let Some(shown) = self.split_end.take() {
             if data[0] == b'\n' {
                 at = 1;
-                if shown { same.show(0..1, out) } else { same.leave(out) }
+                if shown {
+                    same.show(0..1, out);
+                } else {
+                    same.leave(out);
+                }
             }
         }
         while at < data.len() {
@@ -181,7 +195,11 @@ impl Scanner {
                 Shown::Nothing => same.leave(out),
             }
         }
-        Ok(if same.end.is_some() { Pass::Same } else { Pass::Edited })
+        Ok(if same.end.is_some() {
+            Pass::Same
+        } else {
+            Pass::Edited
+        })
     }
 
     fn end_event(&mut self, shown: bool) {
@@ -193,12 +211,16 @@ impl Scanner {
     fn read(&mut self, event: &[u8]) -> Shown {
         let fields = Fields::of(event);
         match fields.name {
-            b"message_stop" | b"response.completed" | b"response.incomplete" => self.facts.done = true,
+            b"message_stop" | b"response.completed" | b"response.incomplete" => {
+                self.facts.done = true;
+            }
             b"response.failed" => (self.facts.done, self.facts.error) = (true, true),
             b"error" => self.facts.error = true,
             _ => {}
         }
-        let Some(text) = fields.data() else { return Shown::Whole };
+        let Some(text) = fields.data() else {
+            return Shown::Whole;
+        };
         if text.trim_ascii() == b"[DONE]" {
             self.facts.done = true;
             return Shown::Whole;
@@ -213,7 +235,11 @@ impl Scanner {
         };
         match inspect(&text, hidden, &mut self.facts) {
             Verdict::Keep => Shown::Whole,
-            Verdict::Cut { rest_is_empty: true, .. } | Verdict::Unreadable => Shown::Nothing,
+            Verdict::Cut {
+                rest_is_empty: true,
+                ..
+            }
+            | Verdict::Unreadable => Shown::Nothing,
             Verdict::Cut { cuts, .. } => Shown::Edited(fields.with_data(&without(&text, &cuts))),
         }
     }
@@ -253,7 +279,11 @@ struct Lines {
 
 impl Default for Lines {
     fn default() -> Self {
-        Self { event_bytes: 0, line_is_empty: true, after_cr: false }
+        Self {
+            event_bytes: 0,
+            line_is_empty: true,
+            after_cr: false,
+        }
     }
 }
 
@@ -296,8 +326,17 @@ struct Fields<'a> {
 
 impl<'a> Fields<'a> {
     fn of(event: &'a [u8]) -> Self {
-        let mut fields = Self { event, name: b"", data: None, more: Vec::new() };
-        let mut at = if event.starts_with(b"\xef\xbb\xbf") { 3 } else { 0 };
+        let mut fields = Self {
+            event,
+            name: b"",
+            data: None,
+            more: Vec::new(),
+        };
+        let mut at = if event.starts_with(b"\xef\xbb\xbf") {
+            3
+        } else {
+            0
+        };
         while at < event.len() {
             let end = memchr2(b'\n', b'\r', &event[at..]).map_or(event.len(), |length| at + length);
             let line = &event[at..end];
@@ -331,7 +370,9 @@ impl<'a> Fields<'a> {
     /// The event with this text as its data. All of its lines come where the first one was.
     fn with_data(&self, text: &[u8]) -> Vec<u8> {
         let event = self.event;
-        let Some(first) = &self.data else { return event.to_vec() };
+        let Some(first) = &self.data else {
+            return event.to_vec();
+        };
         let mut out = Vec::with_capacity(event.len());
         out.extend_from_slice(&event[..first.start]);
         let mut at = first.end;
@@ -343,7 +384,10 @@ impl<'a> Fields<'a> {
             out.extend_from_slice(line);
         }
         for line in &self.more {
-            let start = event[..line.start].iter().rposition(|byte| matches!(byte, b'\n' | b'\r')).map_or(0, |end| end + 1);
+            let start = event[..line.start]
+                .iter()
+                .rposition(|byte| matches!(byte, b'\n' | b'\r'))
+                .map_or(0, |end| end + 1);
             out.extend_from_slice(&event[at..start]);
             at = line_after(event, line.end);
         }
