@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from tests.support.engines import FakeEngine, reply_to, words
-from tests.support.gateway import running
+from tests.support.gateway import running, until
 
 
 @pytest.fixture
@@ -142,8 +142,7 @@ async def test_a_restarted_engine_ends_in_a_cold_turn(prefill, decode, client, r
         state = gateway.gateway.fleet.get(engine.url)
         before = state.epoch
         await engine.restart()
-        while state.epoch == before or not state.healthy:
-            await asyncio.sleep(0.01)
+        await until(lambda: state.epoch > before and state.healthy)
         await talk.say("six")
 
         hits = gateway.metric("kvroute_kv_reuse_total", outcome="hit", reason="ok")

@@ -1,6 +1,7 @@
 """Fake engines for tests of the gateway's walk: the engine's HTTP surface and the parts of its KV contract that the gateway must keep.
 
-A "token" is a word of the rendered conversation. The decode engine's handle carries the words its blocks hold, where the real plugin
+A "token" is a word of the rendered conversation. The decode engine's handle carries the words its blocks hold, where
+the real plugin
 carries digests; the prefill engine compares them with its own prompt. Breaking the contract is written to ``faults``.
 """
 
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from collections.abc import Awaitable, Callable
 
 BLOCK = 4  # words
@@ -73,7 +76,7 @@ class FakeEngine:
     def engine_id(self) -> str:
         return f"{self.name}-{self.instance}"
 
-    async def __aenter__(self) -> FakeEngine:
+    async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=2**30)
         for path, handler in (
             ("/health", self._health),
@@ -280,7 +283,8 @@ def words(body: dict[str, Any]) -> list[str]:
     """The prompt's "tokens"."""
     messages = body.get("messages")
     if isinstance(messages, list):
-        return [word for message in messages for word in (f"<{message['role']}>", *str(message["content"]).split())]
+        turns = [word for message in messages for word in (f"<{message['role']}>", *str(message["content"]).split())]
+        return [*turns, "<assistant>"]
     return str(body.get("prompt") or body.get("input") or "").split()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ from kvroute.http.gateway import Gateway
 from kvroute.http.server import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 class Running:
@@ -23,6 +25,14 @@ class Running:
     def metric(self, name: str, **labels: str) -> float:
         """A sample's value, 0 when there is none yet."""
         return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+async def until(holds: Callable[[], bool], *, seconds: float = 10.0) -> None:
+    """Wait for a state that the gateway reaches by itself, for example after a probe."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "the state was not reached in time"
+        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

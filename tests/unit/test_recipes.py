@@ -153,7 +153,10 @@ def test_a_forced_tool_call_is_not_asked_of_one_token(api, choice, sent):
 
 
 def test_what_is_not_edited_keeps_its_bytes():
-    raw = b'{ "z":1E2, "messages":[{"role":"user","content":"\\u00e9\\/"}] ,"seed":9007199254740993,"t":0.30000000000000004,"stream":true}'
+    raw = (
+        b'{ "z":1E2, "messages":[{"role":"user","content":"\\u00e9\\/"}] ,'
+        b'"seed":9007199254740993,"t":0.30000000000000004,"stream":true}'
+    )
     sent = RECIPES["chat"].apply(Body.scan(raw), PARAMS)
 
     for piece in (b'"z":1E2', b'[{"role":"user","content":"\\u00e9\\/"}]', b"9007199254740993", b"0.30000000000000004"):

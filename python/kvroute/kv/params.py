@@ -69,14 +69,17 @@ def client_policy(params: bytes | None) -> Policy:
     if params is None:
         return Policy()
     tree = Body.scan(params)
+    names = tree.names()
     members: dict[str, bytes] = {}
     for name in POLICY_MEMBERS:
+        if names.count(name) > 1:
+            raise ParamsError(f"kv_transfer_params.{name}", "sent once")
         raw = tree.raw(name)
         if raw is None or raw == b"null":
             continue
         _check_policy(name, raw)
         members[name] = raw
-    return Policy(members, stripped=any(name not in POLICY_MEMBERS for name in tree.names()))
+    return Policy(members, stripped=any(name not in POLICY_MEMBERS for name in names))
 
 
 def _check_policy(name: str, raw: bytes) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import orjson
+
 from kvroute._core import Edits
 
 if TYPE_CHECKING:
@@ -69,14 +71,12 @@ class Recipe:
         set: Members that get this raw JSON value, present or not.
         drop: Members that are taken out.
         no_tool: The raw JSON of ``tool_choice`` that forces no tool, in this API's shape.
-        tool_choice_kept: Raw values of ``tool_choice`` that force nothing and therefore stay.
     """
 
     api: Api
     set: Mapping[str, bytes]
     drop: tuple[str, ...]
     no_tool: bytes
-    tool_choice_kept: frozenset[bytes]
     _edits: Edits = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,14 +89,20 @@ class Recipe:
             body: The client's body.
             params: Raw JSON of ``kv_transfer_params`` for this leg.
         """
-        choice = body.raw("tool_choice")
-        if choice is None or choice in self.tool_choice_kept or choice.startswith(b'{"type":"auto"'):
-            return body.splice(self._edits, kv_transfer_params=params)
-        # A forced tool call cannot be parsed from one token: engines have answered 500 (vLLM 38911).
-        return body.splice(self._edits, kv_transfer_params=params, tool_choice=self.no_tool)
+        if _forces_a_tool(body.raw("tool_choice")):
+            # A forced call cannot be parsed from one token: engines have answered 500 (vLLM 38911).
+            return body.splice(self._edits, kv_transfer_params=params, tool_choice=self.no_tool)
+        return body.splice(self._edits, kv_transfer_params=params)
 
 
-_PLAIN_CHOICES = frozenset({b"null", b'"auto"', b'"none"'})
+def _forces_a_tool(choice: bytes | None) -> bool:
+    if choice is None:
+        return False
+    tree = orjson.loads(choice)
+    kind = tree.get("type") if isinstance(tree, dict) else tree
+    return kind not in {None, "auto", "none"}
+
+
 # Taken out of every leg: the gateway's own member, and members by which a client could name addresses.
 OWNED = ("conversation_id", "ec_transfer_params")
 
@@ -106,28 +112,24 @@ RECIPES: dict[Api, Recipe] = {
         set={"stream": b"false", "max_tokens": b"1", "n": b"1"},
         drop=(*OWNED, *_OUTPUT, "max_completion_tokens"),
         no_tool=b'"none"',
-        tool_choice_kept=_PLAIN_CHOICES,
     ),
     "completions": Recipe(
         "completions",
         set={"stream": b"false", "max_tokens": b"1", "n": b"1"},
         drop=(*OWNED, *_OUTPUT),
         no_tool=b'"none"',
-        tool_choice_kept=_PLAIN_CHOICES,
     ),
     "responses": Recipe(
         "responses",
         # store: a response object kept on the prefill engine would be found by nobody.
         set={"stream": b"false", "max_output_tokens": b"1", "store": b"false"},
-        drop=(*OWNED, *_OUTPUT, "text", "include", "max_tool_calls"),
+        drop=(*OWNED, *_OUTPUT, "n", "text", "include", "max_tool_calls"),
         no_tool=b'"none"',
-        tool_choice_kept=_PLAIN_CHOICES,
     ),
     "messages": Recipe(
         "messages",
         set={"stream": b"false", "max_tokens": b"1"},
-        drop=(*OWNED, *_OUTPUT, "stop_sequences"),
+        drop=(*OWNED, *_OUTPUT, "n", "stop_sequences"),
         no_tool=b'{"type":"none"}',
-        tool_choice_kept=_PLAIN_CHOICES,
     ),
 }
