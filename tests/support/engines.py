@@ -1,4 +1,4 @@
-"""Fake engines for tests of the gateway's walk: the engine's HTTP surface and the parts of its KV contract that the gateway must keep.
+"""Fake engines for tests of the gateway's walk: their HTTP surface and the KV contract that the gateway must keep.
 
 A "token" is a word of the rendered conversation. The decode engine's handle carries the words its blocks hold, where
 the real plugin
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collections.abc import Awaitable, Callable
+
+    from typing_extensions import Self
 
 BLOCK = 4  # words
 

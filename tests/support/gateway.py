@@ -14,6 +14,8 @@ from kvroute.http.server import serving
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from kvroute.fleet import Endpoint
+
 
 class Running:
     """A gateway that listens."""
@@ -21,6 +23,12 @@ class Running:
     def __init__(self, gateway: Gateway, url: str) -> None:
         self.gateway = gateway
         self.url = url
+
+    def endpoint(self, url: str) -> Endpoint:
+        """The gateway's view of an engine."""
+        found = self.gateway.fleet.get(url)
+        assert found is not None
+        return found
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample's value, 0 when there is none yet."""

@@ -2,20 +2,27 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 
 from kvroute._core import Body
 from kvroute.kv.recipes import RECIPES
+from kvroute.plan.api import Api
 
 PARAMS = b'{"do_remote_decode":true}'
-PROMPTS = {
+PROMPTS: dict[Api, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "hi"}]},
     "completions": {"prompt": "hi"},
     "responses": {"input": "hi"},
     "messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 77},
 }
-CAP = {"chat": "max_tokens", "completions": "max_tokens", "responses": "max_output_tokens", "messages": "max_tokens"}
+CAP: dict[Api, str] = {
+    "chat": "max_tokens",
+    "completions": "max_tokens",
+    "responses": "max_output_tokens",
+    "messages": "max_tokens",
+}
 # Every member that has broken a one-token run somewhere, with a value that does.
 OUTPUT_MEMBERS = {
     "stream": True,
@@ -60,7 +67,7 @@ PROMPT_MEMBERS = {
 }
 
 
-def refusal(api: str, body: dict) -> str | None:
+def refusal(api: Api, body: dict[str, Any]) -> str | None:
     """Why a strict prefill engine answers 400 or 500, or None."""
     caps = [name for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if body.get(name) is not None]
     if body.get("stream") is not False:
@@ -83,9 +90,9 @@ def refusal(api: str, body: dict) -> str | None:
     return None
 
 
-def prefilled(api: str, members: dict) -> dict:
+def prefilled(api: Api, members: dict[str, Any]) -> dict[str, Any]:
     body = Body.scan(json.dumps({**PROMPTS[api], **members, "conversation_id": "c"}).encode())
-    sent = json.loads(RECIPES[api].apply(body, PARAMS))
+    sent: dict[str, Any] = json.loads(RECIPES[api].apply(body, PARAMS))
     assert "conversation_id" not in sent
     assert sent["kv_transfer_params"] == {"do_remote_decode": True}
     return sent

@@ -56,7 +56,7 @@ def summary(fleet: Fleet) -> Iterator[str]:
 
 def findings(settings: Settings, fleet: Fleet) -> list[Finding]:
     """Everything worth saying about the fleet as it was last probed."""
-    found = []
+    found: list[Finding] = []
     for endpoint in fleet.endpoints:
         found.extend(_reachability(endpoint))
         if endpoint.healthy and endpoint.role != "both":

@@ -17,6 +17,8 @@ from kvroute.cli.options import describe_settings, fleet_options, settings_from
 from kvroute.http.server import serve as run
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from kvroute.http.gateway import Gateway
 
 _log = logging.getLogger("kvroute.serve")
@@ -49,7 +51,7 @@ def serve(*, list_settings: bool, **options: Any) -> None:
             _log.log(logging.INFO if finding.level == "ok" else logging.WARNING, "%s", finding.line())
 
     try:
-        sys.exit(_loop_runner(run(settings, started=started)))
+        sys.exit(_run_on_uvloop(run(settings, started=started)))
     except OSError as error:
         click.echo(
             f"kvroute: cannot listen on {settings.server.host}:{settings.server.port}: {error.strerror or error}",
@@ -58,13 +60,9 @@ def serve(*, list_settings: bool, **options: Any) -> None:
         sys.exit(1)
 
 
-def _loop_runner(main: Any) -> int:
+def _run_on_uvloop(main: Coroutine[Any, Any, int]) -> int:
     try:
-        import uvloop  # noqa: PLC0415 - optional where it cannot be installed
+        import uvloop  # noqa: PLC0415 - absent on platforms where it cannot be installed
     except ImportError:
         return asyncio.run(main)
-    if sys.version_info >= (3, 11):
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return int(runner.run(main))
-    uvloop.install()
-    return int(asyncio.run(main))
+    return uvloop.run(main)

@@ -25,8 +25,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 _LONGEST_CONVERSATION_ID = 256
 # Replaced by the gateway's own on every leg; Content-Encoding, because aiohttp has decoded the body.
-_OWN_HEADERS = frozenset({"x-request-id", "traceparent", "content-encoding"})
-_CREDENTIALS = frozenset({"authorization", "x-api-key"})
+_OWN_HEADERS = frozenset({b"x-request-id", b"traceparent", b"content-encoding"})
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 
 @dataclasses.dataclass(slots=True)

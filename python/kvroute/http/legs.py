@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvroute.upstream import Reply
 
 # Headers of a reply that the gateway has read whole; its body is sent as it came.
-_PASSED = ("Content-Type", "Retry-After", "WWW-Authenticate")
+_PASSED = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
 
 
 async def serve_legs(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn) -> web.StreamResponse:
@@ -37,8 +37,7 @@ async def serve_legs(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Tur
 
 def _pass_on(reply: Reply, request_id: str) -> web.Response:
     response = web.Response(body=reply.body, status=reply.status, headers={"X-Request-Id": request_id})
-    for name in _PASSED:
-        value = reply.header(name)
-        if value is not None:
-            response.headers[name] = value
+    for name, value in reply.headers:
+        if name.lower() in _PASSED:
+            response.headers[name.decode("latin-1")] = value.decode("latin-1")
     return response

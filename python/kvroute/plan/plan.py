@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from kvroute.config import Role
     from kvroute.fleet import Endpoint, Fleet
 
 Mode = Literal["aggregated", "disaggregated", "whole_on_decode"]
@@ -43,7 +44,7 @@ def make_plan(
         sticky: URL of the engine that served the conversation's last turn; taken again while it is healthy.
         fallback: The setting ``pd.fallback``.
     """
-    role = "decode" if disaggregated else "both"
+    role: Role = "decode" if disaggregated else "both"
     targets = fleet.ranked(role, model)
     if sticky is not None:
         targets.sort(key=lambda endpoint: endpoint.url != sticky)
