@@ -271,6 +271,40 @@ def test_lone_surrogates_go_on_as_they_came() -> None:
     assert body.splice(Edits(set={"stream": b"true"})) == data.replace(b"false", b"true")
 
 
+class TestConversation:
+    @pytest.mark.parametrize(
+        ("members", "prompts", "messages"),
+        [
+            (b"", 1, 0),
+            (b'"prompt":"a"', 1, 0),
+            (b'"prompt":[1, 2, 3]', 1, 0),
+            (b'"prompt":["a"]', 1, 0),
+            (b'"prompt":[ "a", "b" ]', 2, 0),
+            (b'"prompt":[[1,2],[3]]', 2, 0),
+            (b'"prompt":[]', 0, 0),
+            (b'"messages":[{},{"content":[1,2,3]}]', 1, 2),
+            (b'"input":[{},{},{}]', 1, 3),
+            (b'"input":"text"', 1, 0),
+            (b'"messages":null', 1, 0),
+        ],
+    )
+    def test_prompts_and_messages_are_counted(self, members: bytes, prompts: int, messages: int) -> None:
+        body = Body.scan(b'{"model":"m"' + (members and b"," + members) + b"}")
+        assert (body.prompt_count, body.message_count) == (prompts, messages)
+        assert len(body.message_digests()) == messages
+
+    def test_a_conversation_that_grows_keeps_its_digests(self) -> None:
+        first = Body.scan(b'{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"ho"}]}')
+        assert [digest.hex() for digest in first.message_digests()] == [
+            "3e753c1a8df93f2670fd579cc28226d2",
+            "b0dcdb1eda42b68d371404505dd59251",
+        ]
+        grown = b'{"n":1,"messages":[ {"role": "user","content":"hi"},{"role":"assistant","content":"ho"}, {"a":1}]}'
+        assert Body.scan(grown).message_digests()[:2] == first.message_digests()
+        edited = Body.scan(grown.replace(b"hi", b"Hi")).message_digests()
+        assert not set(edited) & set(first.message_digests())
+
+
 class TestEdits:
     def test_equal_values_change_nothing(self) -> None:
         data = b'{"stream": false, "max_tokens":1}'

@@ -67,7 +67,7 @@ impl<B: AsRef<[u8]>> Body<B> {
     /// `kv_transfer_params` an object, and each may be null. Every other value is left to the engine to judge.
     pub fn scan(bytes: B) -> Result<Self, BodyError> {
         let text = bytes.as_ref();
-        if let Err(error) = std::str::from_utf8(text) {
+        if let Err(error) = simdutf8::compat::from_utf8(text) {
             return Err(ErrorKind::InvalidUtf8.at(error.valid_up_to()));
         }
         let mut scanner = Scanner::new(text);

@@ -77,12 +77,16 @@ impl<'a> Scanner<'a> {
     }
 
     pub(super) fn error(&self, what: &'static str) -> BodyError {
-        let what = if self.position < self.text.len() {
+        self.error_at(self.position, what)
+    }
+
+    fn error_at(&self, offset: usize, what: &'static str) -> BodyError {
+        let what = if offset < self.text.len() {
             what
         } else {
             "it ends too early"
         };
-        ErrorKind::NotJson(what).at(self.position)
+        ErrorKind::NotJson(what).at(offset)
     }
 
     /// Passes over a string; gives its inside.
@@ -90,43 +94,39 @@ impl<'a> Scanner<'a> {
         if self.peek() != Some(b'"') {
             return Err(self.error("a string is expected"));
         }
-        self.position += 1;
-        let start = self.position;
-        loop {
-            match next_special(&self.text[self.position..]) {
-                None => {
-                    self.position = self.text.len();
-                    return Err(self.error("a string does not end"));
+        let start = self.position + 1;
+        let mut position = start;
+        while let Some(step) = next_special(&self.text[position..]) {
+            position += step;
+            match (self.text[position], self.text.get(position + 1)) {
+                (b'"', _) => {
+                    self.position = position + 1;
+                    return Ok(start..position);
                 }
-                Some(step) => self.position += step,
-            }
-            match self.text[self.position] {
-                b'"' => {
-                    self.position += 1;
-                    return Ok(start..self.position - 1);
+                (b'\\', Some(b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't')) => {
+                    position += 2;
                 }
-                b'\\' => self.escape()?,
-                _ => return Err(self.error("a control character in a string is not escaped")),
-            }
-        }
-    }
-
-    fn escape(&mut self) -> Result<(), BodyError> {
-        self.position += 1;
-        match self.peek() {
-            Some(b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't') => self.position += 1,
-            Some(b'u') => {
-                self.position += 1;
-                for _ in 0..4 {
-                    if !self.peek().is_some_and(|byte| byte.is_ascii_hexdigit()) {
-                        return Err(self.error("a \\u escape needs four hexadecimal digits"));
+                (b'\\', Some(b'u')) => {
+                    let digits = self.text[position + 2..].iter().take(4);
+                    let valid = digits.take_while(|byte| byte.is_ascii_hexdigit()).count();
+                    position += 2 + valid;
+                    if valid < 4 {
+                        return Err(
+                            self.error_at(position, "a \\u escape needs four hexadecimal digits")
+                        );
                     }
-                    self.position += 1;
+                }
+                (b'\\', _) => {
+                    return Err(self.error_at(position + 1, "an unknown escape in a string"));
+                }
+                _ => {
+                    return Err(
+                        self.error_at(position, "a control character in a string is not escaped")
+                    );
                 }
             }
-            _ => return Err(self.error("an unknown escape in a string")),
         }
-        Ok(())
+        Err(self.error_at(self.text.len(), "a string does not end"))
     }
 
     fn number(&mut self) -> Result<(), BodyError> {
@@ -153,15 +153,13 @@ impl<'a> Scanner<'a> {
     }
 
     fn digits(&mut self) -> Result<(), BodyError> {
-        let start = self.position;
-        while self.peek().is_some_and(|byte| byte.is_ascii_digit()) {
-            self.position += 1;
+        let rest = &self.text[self.position..];
+        let count = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        if count == 0 {
+            return Err(self.error("a number lacks a digit"));
         }
-        if self.position == start {
-            Err(self.error("a number lacks a digit"))
-        } else {
-            Ok(())
-        }
+        self.position += count;
+        Ok(())
     }
 
     fn literal(&mut self, word: &[u8]) -> Result<(), BodyError> {
@@ -281,5 +279,7 @@ impl<'a> Scanner<'a> {
 #[must_use]
 pub fn is_json(text: &[u8]) -> bool {
     let mut scanner = Scanner::new(text);
-    std::str::from_utf8(text).is_ok() && scanner.value(0).is_ok() && scanner.skip_space().is_none()
+    simdutf8::basic::from_utf8(text).is_ok()
+        && scanner.value(0).is_ok()
+        && scanner.skip_space().is_none()
 }
