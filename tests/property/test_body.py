@@ -6,14 +6,17 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support import body_twin
 
 from kvroute._core import Body, BodyError, Edits
+from tests.support import body_twin
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
+
+# How long an example takes says how busy the machine is.
+untimed = settings(deadline=None)
 
 NAMES = st.sampled_from(["model", "stream", "messages", "conversation_id", "n", "a", "b", "zz", "é", 'q"\\', ""])
 SPACE = st.text(" \n\r\t", max_size=2)
@@ -74,6 +77,7 @@ def compiled(edits: dict[str, str | None]) -> Edits:
     )
 
 
+@untimed
 @given(bodies())
 def test_members_are_those_of_the_twin(text: str) -> None:
     body = Body.scan(text.encode())
@@ -87,6 +91,7 @@ def test_members_are_those_of_the_twin(text: str) -> None:
     assert body.stream is bool(value.get("stream"))
 
 
+@untimed
 @given(bodies(), EDITS, EDITS)
 def test_a_splice_is_that_of_the_twin(text: str, edits: dict[str, str | None], over: dict[str, str | None]) -> None:
     body = Body.scan(text.encode())
@@ -103,6 +108,7 @@ def test_a_splice_is_that_of_the_twin(text: str, edits: dict[str, str | None], o
     }
 
 
+@untimed
 @given(st.lists(VALUES, max_size=4), st.data())
 def test_message_digests_see_text_and_not_space(messages: list[Any], data: st.DataObject) -> None:
     first, second = (data.draw(written(messages)) for _ in range(2))
@@ -115,6 +121,7 @@ def test_message_digests_see_text_and_not_space(messages: list[Any], data: st.Da
     assert (digests[0] == digests[1]) == (compact[0] == compact[1])
 
 
+@untimed
 @given(bodies(), st.data())
 def test_mutated_text_is_taken_exactly_when_a_parser_takes_it(text: str, data: st.DataObject) -> None:
     mutated = bytearray(text.encode())
@@ -124,6 +131,7 @@ def test_mutated_text_is_taken_exactly_when_a_parser_takes_it(text: str, data: s
     assert taken(bytes(mutated)) in (parsed(bytes(mutated)), "judged")
 
 
+@untimed
 @given(st.binary(max_size=40))
 def test_any_bytes_are_taken_exactly_when_a_parser_takes_them(noise: bytes) -> None:
     assert taken(noise) in (parsed(noise), "judged")

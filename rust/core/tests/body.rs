@@ -115,6 +115,8 @@ fn agree(text: &[u8]) -> Result<(), TestCaseError> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
     #[test]
     fn members_read_back_as_their_values((object, text) in texts()) {
         let body = Body::scan(&text).unwrap();
@@ -183,7 +185,9 @@ proptest! {
     #[test]
     fn every_cut_of_a_body_is_refused_at_its_end((_, text) in texts()) {
         let text = text.trim_end();
-        for end in 0..text.len() {
+        // Near both ends every cut, between them a sample: a scan for each byte of a long text takes its square.
+        let cuts = (0..text.len()).filter(|cut| *cut < 64 || cut + 64 > text.len() || cut % 7 == 0);
+        for end in cuts {
             let error = Body::scan(&text.as_bytes()[..end]).unwrap_err();
             prop_assert!(error.offset <= end, "{error}");
         }
