@@ -49,13 +49,13 @@ bench: dev ## micro-benchmarks, printed as tables
 wheel: $(STAMP) ## the wheel, in dist/
 	$(BIN)/maturin build --release --quiet --out dist
 
-engine-env: wheel ## build or reuse the environment of the real engines (6.4 GB)
+engine-env: $(STAMP) ## build or reuse the environment of the real engines (6.4 GB)
 	$(BIN)/python -m tests.engine.environment
 
-engine-test: dev engine-env ## tests on a real vLLM prefill/decode pair
-	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) --timeout=900 -s
+engine-test: dev ## tests on a real vLLM prefill/decode pair
+	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) -s
 
-run: dev engine-env ## a real prefill/decode pair with the gateway in front, and curl commands to try
+run: dev ## a real prefill/decode pair with the gateway in front, and curl commands to try
 	$(BIN)/python -m tests.engine.run
 
 clean: ## remove what was built (not the engine environment)

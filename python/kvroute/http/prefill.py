@@ -182,7 +182,7 @@ class PrefillLeg:
             self._reuse = ("unreported", "no_report")
         else:
             reuse = handoff.reuse
-            outcome = reuse.outcome if reuse.outcome in {"hit", "trimmed"} else "refused"
+            outcome = reuse.outcome if reuse.outcome in _OUTCOMES else "refused"
             self._reuse = (outcome, reuse.reason if reuse.reason in _REASONS else "other")
             metrics.reuse_tokens.labels("claimed").inc(max(0, reuse.claimed))
             metrics.reuse_tokens.labels("verified").inc(max(0, reuse.verified))
@@ -202,13 +202,17 @@ _REASONS = frozenset(
     {
         "ok",
         "diverged",
+        "prompt_end",
         "below_threshold",
         "no_digests",
         "scheme",
         "block_size",
         "groups",
+        "layout",
+        "unidirectional",
         "malformed",
         "error",
-        "shorter",
+        "verification_off",
     }
 )
+_OUTCOMES = frozenset({"hit", "trimmed", "refused", "unverified"})

@@ -1,0 +1,289 @@
+"""The gateway in front of a real prefill/decode pair: KV is read back, and every text equals a cold run."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from .engines import Engine, EngineSpec, running
+from .gateway import Gateway, serving
+from .legs import Messages, chat, complete, events, opened
+from .model import SERVED_NAME, ensure, text
+from .talk import Talk, cold, wrong
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from .conftest import Pool
+
+pytestmark = pytest.mark.engine
+Pair = tuple[Engine, Engine]
+SEED = 20261129
+
+
+@pytest.fixture(scope="module")
+def gateway(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with serving([pair[0]], [pair[1]], tmp_path_factory.mktemp("gateway") / "gateway.log") as running_gateway:
+        yield running_gateway
+
+
+def read_back(prefill: Engine) -> float:
+    return prefill.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
+def forget(engine: Engine) -> None:
+    """Empty the prefix cache, so that what is reused can only come from the other engine."""
+    deadline = time.monotonic() + 20
+    while True:
+        request = urllib.request.Request(engine.url + "/reset_prefix_cache", method="POST")
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            if reply.status == 200:
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def reuse(gateway: Gateway, outcome: str) -> float:
+    return gateway.metric("kvroute_kv_reuse_total", outcome=outcome)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_three_chat_turns_of_the_openai_client_read_kv_back(gateway: Gateway, pair: Pair, stream: bool) -> None:
+    prefill, decode = pair
+    client = openai.OpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0)
+    messages: Messages = []
+    for number in range(3):
+        messages.append({"role": "user", "content": text(100 + number, 90)})
+        right = cold(decode, messages)
+        forget(prefill)
+        before = read_back(prefill)
+        answer = client.chat.completions.create(
+            model=SERVED_NAME,
+            messages=messages,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=40,
+            stream=stream,
+            extra_body={"conversation_id": f"openai-{stream}"},
+        )
+        if stream:
+            pieces = [chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices]
+            content = "".join(pieces)
+        else:
+            content = answer.choices[0].message.content or ""
+        assert content == right
+        assert (read_back(prefill) > before) == (number > 0)
+        messages.append({"role": "assistant", "content": content})
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_three_completions_turns_read_kv_back(gateway: Gateway, pair: Pair, stream: bool) -> None:
+    prefill, decode = pair
+    prompt = ""
+    for number in range(3):
+        prompt += text(200 + number, 90)
+        right = complete(decode, prompt, cache_salt=f"cold-{time.monotonic_ns()}", max_tokens=40)
+        forget(prefill)
+        before = read_back(prefill)
+        answer = complete(gateway, prompt, max_tokens=40, stream=stream, conversation_id=f"completions-{stream}")
+        assert answer.status == 200, answer.body
+        assert answer.text == right.text
+        assert (read_back(prefill) > before) == (number > 0)
+        prompt += answer.text + " "
+
+
+def converse(gateway: Gateway, *, first_seed: int, talks: int, turns: int) -> list[tuple[str, Messages, str]]:
+    asked = []
+    for number in range(talks):
+        talk = Talk(gateway, first_seed + number, stream=number % 2 == 0)
+        if number % 3 == 0:
+            talk.shapes = ["grow"]
+        asked += talk.run(turns)
+    return asked
+
+
+def test_no_text_of_mutated_conversations_differs_from_a_cold_run(gateway: Gateway, pair: Pair) -> None:
+    print(f"\nseed {SEED}")
+    before = {outcome: reuse(gateway, outcome) for outcome in ("hit", "trimmed", "refused")}
+    asked = converse(gateway, first_seed=SEED, talks=12, turns=6)
+    found = wrong(pair[1], asked)
+    counts = {outcome: reuse(gateway, outcome) - count for outcome, count in before.items()}
+    print(f"{len(asked)} turns, {len(found)} wrong, reuse {counts}")
+
+    assert found == []
+    assert counts["hit"] + counts["trimmed"] >= 10, "hardly anything was reused: the run shows nothing"
+
+
+def test_the_same_run_without_verification_gives_wrong_texts(pair: Pair, unverified: Engine, tmp_path: Path) -> None:
+    settings = ("conversations.verify=off", "conversations.allow_wrong_answers=true")
+    with serving([unverified], [pair[1]], tmp_path / "gateway.log", *settings) as blind:
+        asked = converse(blind, first_seed=SEED, talks=6, turns=6)
+        found = wrong(pair[1], asked)
+    shapes = sorted({shape for shape, _, _ in found})
+    print(f"\n{len(asked)} turns without verification, {len(found)} wrong, in shapes {shapes}")
+
+    assert found, "verification is off and nothing is wrong: the comparison cannot fail"
+
+
+def test_a_client_that_leaves_harms_nobody(gateway: Gateway, pair: Pair) -> None:
+    prefill, decode = pair
+    messages = [{"role": "user", "content": text(300, 90)}]
+    body = {"model": SERVED_NAME, "messages": messages, "temperature": 0, "conversation_id": "leaver"}
+
+    with opened(gateway, "/v1/chat/completions", {**body, "stream": True, "max_tokens": 400}) as response:
+        next(iter(events(response)))
+    with pytest.raises(TimeoutError), _impatient(gateway, {**body, "max_tokens": 400}):
+        pass
+    idle(gateway)
+    idle_engine(decode)
+
+    after = chat(gateway, messages, max_tokens=40, conversation_id="leaver")
+    assert after.text == cold(decode, messages)
+    assert prefill.alive()
+    assert decode.alive()
+
+
+def _impatient(gateway: Gateway, body: dict[str, Any]) -> Any:
+    """A request whose client leaves about when prefill hands over to decode."""
+    request = urllib.request.Request(
+        gateway.url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return urllib.request.urlopen(request, timeout=random.Random(SEED).uniform(0.02, 0.06))
+
+
+def idle(gateway: Gateway) -> None:
+    deadline = time.monotonic() + 10
+    while gateway.metric("kvroute_in_flight") > 0:
+        assert time.monotonic() < deadline, "requests are still in flight"
+        time.sleep(0.05)
+
+
+def idle_engine(engine: Engine) -> None:
+    deadline = time.monotonic() + 20
+    while engine.metric("vllm:num_requests_running") > 0:
+        assert time.monotonic() < deadline, "the engine still computes for a client that left"
+        time.sleep(0.05)
+
+
+def test_parallel_turns_of_one_conversation_are_both_right(gateway: Gateway, pair: Pair) -> None:
+    messages = [{"role": "user", "content": text(400, 90)}]
+    first = chat(gateway, messages, max_tokens=40, conversation_id="parallel")
+    branches = [
+        [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": text(401 + i, 30)}]
+        for i in range(3)
+    ]
+    forget(pair[0])
+    with ThreadPoolExecutor(len(branches)) as threads:
+        answers = list(
+            threads.map(lambda branch: chat(gateway, branch, max_tokens=40, conversation_id="parallel"), branches)
+        )
+
+    assert [answer.status for answer in answers] == [200] * 3
+    assert [answer.text for answer in answers] == [cold(pair[1], branch) for branch in branches]
+
+
+def test_a_restarted_decode_engine_ends_in_a_cold_turn(pool: Pool, pair: Pair, tmp_path: Path) -> None:
+    prefill = pair[0]
+    model = ensure(pool.python)
+    spec = EngineSpec("restarted", "decode", port=0)
+    messages = [{"role": "user", "content": text(500, 90)}]
+    with running([spec], pool.python, model, tmp_path) as (decode,):
+        port = int(decode.url.rpartition(":")[2])
+        with serving([prefill], [decode], tmp_path / "gateway.log", "pd.fallback=none") as gateway:
+            chat(gateway, messages, max_tokens=8, conversation_id="warm-up")
+            first = chat(gateway, messages, max_tokens=40, conversation_id="restart")
+            assert first.status == 200, first.body
+            decode.stop()
+            refused = chat(gateway, messages, max_tokens=8, conversation_id="other")
+            assert refused.status == 503
+            again = EngineSpec("restarted", "decode", port=port)
+            with running([again], pool.python, model, tmp_path) as (reborn,):
+                ready(gateway)
+                messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": text(501, 30)}]
+                second = chat(gateway, messages, max_tokens=40, conversation_id="restart")
+                assert second.status == 200, second.body
+                assert second.text == cold(pair[1], messages)
+                assert gateway.metric("kvroute_kv_reuse_total", outcome="refused", reason="decode_restarted") == 1
+                assert reborn.alive()
+    assert prefill.alive()
+
+
+def ready(gateway: Gateway) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            if '"ready"' in gateway.get("/ready"):
+                return
+        except OSError:
+            pass
+        assert time.monotonic() < deadline, "the gateway did not notice the engine"
+        time.sleep(0.1)
+
+
+def test_vllm_bench_serve_runs_through_the_gateway(gateway: Gateway, pool: Pool) -> None:
+    script = (
+        "import argparse, vllm.benchmarks.serve as serve\n"
+        "parser = argparse.ArgumentParser()\n"
+        "serve.add_cli_args(parser)\n"
+        "serve.main(parser.parse_args())\n"
+    )
+    command = [
+        str(pool.python), "-c", script,
+        "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", gateway.url,
+        "--model", SERVED_NAME, "--tokenizer", str(ensure(pool.python)),
+        "--dataset-name", "random", "--random-input-len", "200", "--random-output-len", "24",
+        "--num-prompts", "50", "--max-concurrency", "4", "--seed", str(SEED),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    print(done.stdout[-2500:])
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = dict(line.rsplit(None, 1) for line in done.stdout.splitlines() if ":" in line and len(line.split()) > 1)
+    assert figures["Successful requests:"] == "50", done.stdout[-2500:]
+    assert figures.get("Failed requests:", "0") == "0"
+
+
+def test_the_time_of_a_second_turn_with_and_without_reuse(pool: Pool, tmp_path: Path) -> None:
+    """Prints what reuse is worth on this machine; the assertion is only that reuse happened."""
+    model = ensure(pool.python, "timed")
+    specs = [
+        EngineSpec("timed-prefill", "prefill", prefix_caching=False),
+        EngineSpec("timed-decode", "decode"),
+    ]
+    rows = []
+    with running(specs, pool.python, model, tmp_path) as (prefill, decode):
+        for enabled in ("true", "false"):
+            setting = f"conversations.enabled={enabled}"
+            with serving([prefill], [decode], tmp_path / f"gateway-{enabled}.log", setting) as gateway:
+                chat(gateway, [{"role": "user", "content": "warm up " + text(600, 60)}], conversation_id="w")
+                messages = [{"role": "user", "content": text(601, 2500)}]
+                first = chat(gateway, messages, conversation_id="timed")
+                messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": text(602, 30)}]
+                sums = ("kvroute_prefill_seconds_sum", "kvroute_prefill_seconds_count")
+                before = [gateway.metric(name) for name in sums]
+                second = chat(gateway, messages, conversation_id="timed")
+                seconds = gateway.metric(sums[0]) - before[0]
+                assert gateway.metric(sums[1]) - before[1] == 1
+                rows.append(
+                    (
+                        enabled,
+                        second.body["usage"]["prompt_tokens"],
+                        seconds,
+                        second.text,
+                        reuse(gateway, "hit") + reuse(gateway, "trimmed"),
+                    )
+                )
+    print("\nturn 2's prefill leg, 8 layers, prefill without prefix cache:")
+    for enabled, tokens, seconds, _, _ in rows:
+        print(f"  reuse {'on ' if enabled == 'true' else 'off'}  {tokens} tokens  {seconds:.2f} s")
+    assert rows[0][3] == rows[1][3]
+    assert rows[0][4] >= 1
+    assert rows[1][4] == 0
