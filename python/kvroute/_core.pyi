@@ -211,6 +211,9 @@ class EngineResponse:
     def is_encoded(self) -> bool:
         """The body is compressed, though the gateway never asks for that."""
     @property
+    def body_began(self) -> bool:
+        """Whether any byte after the head came."""
+    @property
     def early_bytes(self) -> int:
         """Bytes of the body that are held because it was not started yet."""
     def start_read(self) -> bytes:

@@ -19,7 +19,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from typing_extensions import Self
 
@@ -258,8 +258,7 @@ def reset(transport: asyncio.BaseTransport) -> None:
     """Closes with RST instead of FIN."""
     sock = transport.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert isinstance(transport, asyncio.WriteTransport)
-    transport.abort()
+    cast("asyncio.Transport", transport).abort()
 
 
 def reply(

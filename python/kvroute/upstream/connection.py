@@ -58,6 +58,8 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_awaits_body",
+        "_first_byte_window",
         "_head_waiter",
         "_idle_window",
         "_loop",
@@ -89,7 +91,9 @@ class Connection(asyncio.Protocol):
         self._reading_paused = False
         self._writing_paused = False
         self._lost: UpstreamError | None = None
+        self._first_byte_window = math.inf
         self._idle_window = math.inf
+        self._awaits_body = False
         self.active = False
         self.window = math.inf
         self.deadline = math.inf
@@ -105,9 +109,9 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         response = self._response = EngineResponse(request_is_head=request_is_head)
         waiter = self._head_waiter = self._loop.create_future()
-        self.window = timeouts.first_byte
-        self.active = True
+        self.window = self._first_byte_window = timeouts.first_byte
         self._idle_window = timeouts.idle
+        self.active = True
         if len(body) <= _PIECE:
             self._transport.write(head + body)
         else:
@@ -120,11 +124,17 @@ class Connection(asyncio.Protocol):
         return response, waiter
 
     def start_body(self, sink: Sink) -> None:
-        """From now on the reads go to the sink. A connection that was lost meanwhile stops it at once."""
+        """From now on the reads go to the sink. A connection that was lost meanwhile stops it at once.
+
+        Engines send the head of a stream before they have the first token, so until a byte of the body has come,
+        the time is that for the first byte.
+        """
+        assert self._response is not None
         self._sink = sink
         if self._lost is not None:
             sink.stopped(self._lost)
             return
+        self._awaits_body = not self._response.body_began
         self.resume_reading()
 
     def finish(self) -> None:
@@ -145,7 +155,7 @@ class Connection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """Goes on after `pause_reading`, with the idle clock at its start."""
-        self.window = self._idle_window
+        self.window = self._first_byte_window if self._awaits_body else self._idle_window
         self.active = True
         if self._reading_paused and self._transport is not None:
             self._reading_paused = False
@@ -163,7 +173,7 @@ class Connection(asyncio.Protocol):
 
     def expire(self) -> None:
         """The engine took too long; called by the sweep."""
-        if self._head_waiter is not None:
+        if self._head_waiter is not None or self._awaits_body:
             self._stop("first_byte_timeout", "no answer within the first-byte timeout")
         else:
             self._stop("idle_timeout", "the answer stopped for longer than the idle timeout")
@@ -189,6 +199,9 @@ class Connection(asyncio.Protocol):
         """A network read came; the loop calls nothing else as often."""
         self.active = True
         if self._sink is not None:
+            if self._awaits_body:
+                self._awaits_body = False
+                self.window = self._idle_window
             self._sink.received(data)
         elif self._response is None:
             # Bytes that answer no request, such as a 408 before uvicorn closes: nothing can be sent here any more.

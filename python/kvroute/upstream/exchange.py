@@ -109,7 +109,8 @@ class Exchange:
             but for the cancellation.
 
         Raises:
-            UpstreamError: Before anything was sent: the body had to be read first and cannot be.
+            UpstreamError: Before anything was sent. The head goes out with the first byte of the body, so an engine
+                that fails between the two is still an error that the client can be given a status for.
         """
         assert self._connection is not None
         return await relay(

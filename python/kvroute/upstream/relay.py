@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from .errors import Kind
     from .exchange import Exchange
     from .headers import Headers
 
@@ -29,6 +30,14 @@ Outcome = Literal["complete", "upstream_cut", "idle_timeout", "event_too_large"]
 HIDDEN: Final = ("kv_transfer_params",)
 
 _EVENT_DEFAULTS: Final = [(b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no")]
+
+_OUTCOMES: Final[dict[Kind, Outcome]] = {"idle_timeout": "idle_timeout", "too_large": "event_too_large"}
+
+_FAILURES: Final[dict[int, tuple[Kind, str]]] = {
+    CUT: ("reset", "the connection was closed before the end of the answer"),
+    PROTOCOL: ("protocol", "the answer is malformed"),
+    EVENT_TOO_LARGE: ("too_large", "an event of the answer is too large"),
+}
 
 _MESSAGES: Final[dict[Outcome, str]] = {
     "upstream_cut": "The engine's answer was cut off.",
@@ -85,10 +94,7 @@ async def relay(
         event_default=_EVENT_DEFAULTS,
         max_event_bytes=max_event_bytes,
     )
-    client.mark_started(len(first))
-    client.transport.write(first)
-    passage = _Passage(connection, response, client, on_first_byte)
-    passage.wrote()
+    passage = _Passage(connection, response, client, first, on_first_byte)
     outcome = await passage.outcome()
     # The engine's connection is free before a slow client has taken the rest.
     exchange.close()
@@ -130,89 +136,117 @@ def _client(request: web.Request) -> Client:
 
 
 class _Passage:
-    """Takes the engine's reads to the client's transport; the engine waits while the client does not keep up."""
+    """Takes the engine's reads to the client's transport; the engine waits while the client does not keep up.
+
+    The client gets its head together with the first byte of the body. Until then the engine's answer can still turn out
+    to be none, and the client can get a status that says so.
+    """
 
     __slots__ = (
-        "_client", "_connection", "_error", "_feed", "_gone", "_on_first_byte", "_response", "_waiter", "_write",
-    )  # fmt: skip
+        "_client",
+        "_connection",
+        "_error",
+        "_feed",
+        "_gone",
+        "_held",
+        "_on_first_byte",
+        "_response",
+        "_waiter",
+    )
 
     def __init__(
         self,
         connection: Connection,
         response: EngineResponse,
         client: Client,
+        first: bytes,
         on_first_byte: Callable[[], None] | None,
     ) -> None:
         self._connection = connection
         self._response = response
         self._feed = response.feed
         self._client = client
-        self._write = client.transport.write
         self._on_first_byte = on_first_byte
         self._waiter: asyncio.Future[None] | None = None
         self._error: UpstreamError | None = None
         self._gone = False
+        self._held = b""
+        self._begin(first)
 
     def received(self, data: bytes) -> None:
         """A network read of the engine's: the one path that every event of every stream takes."""
-        if self._client.is_gone:
-            self._gone = True
-            self._wake()
-            return
         out = self._feed(data)
-        if out:
+        if self._held:
+            self._begin(out)
+        elif out:
             self._write(out)
-            if self._on_first_byte is not None:
-                self.wrote()
-        if self._response.state != OPEN or self._client.is_full:
+        if self._response.state != OPEN or self._gone:
+            self._wake()
+        elif self._client.is_full:
+            self._connection.pause_reading()
             self._wake()
 
     def stopped(self, error: UpstreamError | None) -> None:
         """The engine sends no more."""
-        if error is not None:
-            self._error = error
-        else:
+        self._error = error
+        if error is None:
             out = self._response.close()
-            if out and not self._client.is_gone:
+            if self._held:
+                self._begin(out)
+            elif out:
                 self._write(out)
         self._wake()
 
-    def wrote(self) -> None:
-        """Reports the first byte of the body, once."""
-        if self._on_first_byte is not None and self._response.payload_bytes:
-            report, self._on_first_byte = self._on_first_byte, None
-            report()
-
     async def outcome(self) -> Outcome:
-        """Waits for the end of the response."""
-        if self._response.state == OPEN:
+        """Waits for the end of the response.
+
+        Raises:
+            UpstreamError: It came before the first byte of the body.
+        """
+        response = self._response
+        if response.state == OPEN and not self._gone:
             self._connection.start_body(self)
-        while True:
-            if self._gone:
-                raise asyncio.CancelledError
-            if self._error is not None:
-                return "idle_timeout" if self._error.kind == "idle_timeout" else "upstream_cut"
-            state = self._response.state
-            if state == COMPLETE:
-                return "complete"
-            if state == EVENT_TOO_LARGE:
-                return "event_too_large"
-            if state in {CUT, PROTOCOL}:
-                return "upstream_cut"
+        while response.state == OPEN and self._error is None and not self._gone:
             if self._client.is_full:
                 self._connection.pause_reading()
                 await self._client.drain()
+                self._gone = self._client.is_gone
                 self._connection.resume_reading()
-                # What came of this is seen in the next round, after reads that the transport may still hold.
-                if self._client.is_gone:
-                    self._gone = True
-                continue
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            else:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+        if self._gone:
+            # aiohttp cancels this handler as soon as the loop tells it of the client; what is left to do is the same.
+            raise asyncio.CancelledError
+        if response.state == COMPLETE:
+            return "complete"
+        error = self._error or self._failure()
+        if self._held:
+            raise error
+        return _OUTCOMES.get(error.kind, "upstream_cut")
+
+    def _begin(self, out: bytes) -> None:
+        """Writes the head with the first bytes of the body, or holds it until they come."""
+        self._held += out
+        if self._response.payload_bytes or self._response.state == COMPLETE:
+            held, self._held = self._held, b""
+            self._client.mark_started(len(held))
+            self._write(held)
+            if self._on_first_byte is not None and self._response.payload_bytes:
+                self._on_first_byte()
+
+    def _write(self, out: bytes) -> None:
+        if self._client.is_gone:
+            self._gone = True
+        else:
+            self._client.transport.write(out)
+
+    def _failure(self) -> UpstreamError:
+        kind, message = _FAILURES[self._response.state]
+        message = self._response.error or message
+        return UpstreamError(kind, self._connection.origin.url, message, request_sent=True)
 
     def _wake(self) -> None:
-        if self._client.is_full:
-            self._connection.pause_reading()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

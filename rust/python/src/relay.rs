@@ -73,6 +73,10 @@ type Fields = Vec<(PyBackedBytes, PyBackedBytes)>;
 
 /// One response of an engine. See the stub for the protocol of its calls.
 #[pyclass(module = "kvroute._core")]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of its own about one response"
+)]
 pub struct EngineResponse {
     parser: HeadParser,
     request_is_head: bool,
@@ -80,6 +84,7 @@ pub struct EngineResponse {
     framing: Framing,
     /// Body bytes that came before anybody asked for them.
     early: Vec<u8>,
+    body_began: bool,
     closed_early: bool,
     relay: Option<Relay>,
     client_keep_alive: bool,
@@ -96,6 +101,7 @@ impl EngineResponse {
             head: None,
             framing: Framing::Empty,
             early: Vec::new(),
+            body_began: false,
             closed_early: false,
             relay: None,
             client_keep_alive: false,
@@ -119,6 +125,7 @@ impl EngineResponse {
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         self.head = Some(head);
         self.early.extend_from_slice(&data[length..]);
+        self.body_began = length < data.len();
         Ok(true)
     }
 
@@ -135,6 +142,11 @@ impl EngineResponse {
     #[getter]
     fn early_bytes(&self) -> usize {
         self.early.len()
+    }
+
+    #[getter]
+    fn body_began(&self) -> bool {
+        self.body_began
     }
 
     #[getter]
@@ -250,6 +262,7 @@ impl EngineResponse {
     }
 
     fn feed<'py>(&mut self, py: Python<'py>, data: Bound<'py, PyBytes>) -> Bound<'py, PyBytes> {
+        self.body_began |= !data.as_bytes().is_empty();
         let Some(relay) = &mut self.relay else {
             self.early.extend_from_slice(data.as_bytes());
             return PyBytes::new(py, b"");
