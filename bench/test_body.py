@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -52,6 +53,7 @@ CODE = """def load(path: str) -> dict:
 """
 
 
+@cache
 def chat_body(size: int) -> bytes:
     """A chat of an agent: a system prompt, tools, and turns of prose, code, tool calls and results, some not ASCII."""
     rng = random.Random(size)

@@ -67,7 +67,7 @@ class TestJson04OwnedMembersAreThereOnce:
         ],
     )
     def test_a_twin_is_refused(self, member: str, twins: bytes) -> None:
-        with pytest.raises(BodyError, match=f'"{member}" is there more than once at byte') as error:
+        with pytest.raises(BodyError, match=f'"{member}" is there more than once, at byte') as error:
             Body.scan(twins)
         assert (error.value.kind, error.value.member) == ("duplicate_member", member)
         assert error.value.offset == max(twins.rfind(b'"' + key) for key in (member.encode(), b"mod\\u0065l"))

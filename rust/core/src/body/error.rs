@@ -4,7 +4,7 @@ use thiserror::Error;
 
 /// A request body that the gateway cannot take, and where it went wrong.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{kind} at byte {offset}")]
+#[error("{kind}, at byte {offset}")]
 pub struct BodyError {
     /// What is wrong.
     pub kind: ErrorKind,
