@@ -13,6 +13,7 @@ from kvroute.http.server import serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from kvroute.fleet import Endpoint
 
@@ -49,6 +50,7 @@ async def running(
     endpoints: list[str] | None = None,
     prefill: list[str] | None = None,
     decode: list[str] | None = None,
+    file: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Start a gateway on a free port and stop it at the end; afterwards nothing may be left in flight.
@@ -58,7 +60,7 @@ async def running(
     pairs = [("both", url) for url in endpoints or ()]
     pairs += [("prefill", url) for url in prefill or ()] + [("decode", url) for url in decode or ()]
     assignments = [("server.port", "0")] + [(name.replace("__", "."), str(value)) for name, value in settings.items()]
-    gateway = Gateway(load(assignments=assignments, endpoints=pairs))
+    gateway = Gateway(load(file=file, assignments=assignments, endpoints=pairs))
     async with serving(gateway) as url:
         await gateway.monitor.first_round()
         yield Running(gateway, url)

@@ -1,0 +1,150 @@
+import json
+
+import pytest
+
+from kvroute._core import Body
+from kvroute.fleet import Endpoint, Fleet
+from kvroute.plan.api import whole_reason
+from kvroute.plan.plan import make_plan
+from kvroute.upstream import Origin
+
+
+def endpoint(name, role, *, models=("m",), healthy=True):
+    made = Endpoint(f"http://{name}:1", Origin.parse(f"http://{name}:1"), role, models=models)
+    made.healthy = healthy
+    return made
+
+
+def plan(fleet, **changes):
+    facts = {"disaggregated": True, "model": "m", "whole": None, "sticky": None, "fallback": "decode", **changes}
+    return make_plan(fleet, **facts)
+
+
+@pytest.mark.parametrize(
+    ("api", "members", "reason"),
+    [
+        ("chat", {}, None),
+        ("chat", {"n": 1}, None),
+        ("chat", {"n": None}, None),
+        ("chat", {"n": 2}, "several_choices"),
+        ("chat", {"n": "2"}, "several_choices"),
+        ("chat", {"n": 2.0}, "several_choices"),
+        ("chat", {"n": "many"}, None),
+        ("completions", {"prompt": "a", "best_of": 3}, "several_choices"),
+        ("completions", {"prompt": "a"}, None),
+        ("completions", {"prompt": [1, 2, 3]}, None),
+        ("completions", {"prompt": ["a"]}, None),
+        ("completions", {"prompt": ["a", "b"]}, "several_prompts"),
+        ("completions", {"prompt": [[1], [2]]}, "several_prompts"),
+        ("completions", {"prompt": []}, "several_prompts"),
+        ("completions", {"prompt": "a", "echo": True}, "echo"),
+        ("completions", {"prompt": "a", "echo": "yes"}, "echo"),
+        ("completions", {"prompt": "a", "echo": False}, None),
+        ("completions", {"prompt": "a", "prompt_embeds": "AA=="}, "prompt_embeds"),
+        ("chat", {"prompt_logprobs": 1}, "prompt_logprobs"),
+        ("chat", {"prompt_logprobs": 0}, "prompt_logprobs"),
+        ("chat", {"prompt_logprobs": None}, None),
+        ("chat", {"use_beam_search": True}, "beam_search"),
+        ("chat", {"logprobs": True, "top_logprobs": 5}, None),
+        ("chat", {"max_tokens": 0}, "no_tokens_wanted"),
+        ("responses", {"input": "a", "previous_response_id": "r"}, "stored_response"),
+        ("responses", {"input": "a", "background": True}, "stored_response"),
+        ("responses", {"input": "a", "store": True}, None),
+    ],
+)
+def test_what_two_legs_cannot_serve_rightly_runs_whole(api, members, reason):
+    assert whole_reason(api, Body.scan(json.dumps(members).encode())) == reason
+
+
+def test_two_legs_have_engines_of_their_own():
+    fleet = Fleet([endpoint("p", "prefill"), endpoint("d", "decode")])
+    made = plan(fleet)
+
+    assert made.mode == "disaggregated"
+    assert [engine.url for engine in made.prefills] == ["http://p:1"]
+    assert [engine.url for engine in made.targets] == ["http://d:1"]
+
+
+def test_without_a_healthy_prefill_engine_the_fallback_decides():
+    fleet = Fleet([endpoint("p", "prefill", healthy=False), endpoint("d", "decode")])
+
+    assert (plan(fleet).mode, plan(fleet).reason) == ("whole_on_decode", "no_prefill_engine")
+    assert plan(fleet, fallback="none").mode == "disaggregated"
+    assert plan(fleet, fallback="none").prefills == ()
+
+
+def test_the_conversations_engine_comes_first_while_it_is_healthy():
+    first, second = endpoint("d1", "decode"), endpoint("d2", "decode")
+    fleet = Fleet([endpoint("p", "prefill"), first, second])
+
+    for _ in range(4):
+        assert plan(fleet, sticky=second.url).targets[0] is second
+    second.healthy = False
+    assert plan(fleet, sticky=second.url).targets == (first,)
+    assert plan(fleet, sticky="http://gone:1").targets == (first,)
+
+
+def test_a_pin_for_decode_says_nothing_of_prefill():
+    fleet = Fleet([endpoint("p1", "prefill", healthy=False), endpoint("p2", "prefill"), endpoint("d", "decode")])
+    made = plan(fleet, sticky="http://d:1")
+
+    assert [engine.url for engine in made.prefills] == ["http://p2:1"]
+
+
+def test_the_least_loaded_engine_is_chosen_and_ties_are_spread():
+    engines = [endpoint(f"e{i}", "both") for i in range(4)]
+    fleet = Fleet(engines)
+    chosen = []
+    for _ in range(100):
+        best = fleet.ranked("both", "m")[0]
+        chosen.append(best)
+        best.in_flight["whole"] += 1
+
+    assert {chosen.count(engine) for engine in engines} == {25}
+
+
+def test_idle_engines_take_turns():
+    engines = [endpoint(f"e{i}", "both") for i in range(3)]
+    fleet = Fleet(engines)
+
+    assert [fleet.ranked("both", "m")[0].url for _ in range(6)] == [engine.url for engine in engines * 2]
+
+
+def test_interleaved_models_do_not_share_a_turn():
+    fleet = Fleet(
+        [
+            endpoint("a", "both", models=("m1",)),
+            endpoint("b", "both", models=("m1",)),
+            endpoint("c", "both", models=("m2",)),
+            endpoint("d", "both", models=("m2",)),
+        ],
+        policy="round_robin",
+    )
+    counts = dict.fromkeys("abcd", 0)
+    for _ in range(50):
+        for model in ("m1", "m2"):
+            counts[fleet.ranked("both", model)[0].url[7]] += 1
+
+    assert counts == dict.fromkeys("abcd", 25)
+
+
+def test_invented_model_names_do_not_grow_the_fleet():
+    fleet = Fleet([endpoint("a", "both", models=()), endpoint("b", "both", models=())])
+    for number in range(25_000):
+        fleet.ranked("both", f"m{number}")
+
+    assert len(fleet._turns) <= 10_001
+
+
+def test_models_are_merged_from_healthy_engines_once_each():
+    fleet = Fleet(
+        [
+            endpoint("a", "both", models=("m1", "m2")),
+            endpoint("b", "both", models=("m2", "m3")),
+            endpoint("c", "both", models=("m4",), healthy=False),
+        ]
+    )
+
+    assert [model["id"] for model in fleet.models()] == ["m1", "m2", "m3"]
+    assert fleet.knows("m4")
+    assert not fleet.knows("m5")
