@@ -56,29 +56,28 @@ def reuse(gateway: Gateway, outcome: str) -> float:
     return gateway.metric("kvroute_kv_reuse_total", outcome=outcome)
 
 
+def ask(client: openai.OpenAI, messages: Messages, *, stream: bool) -> str:
+    create = client.with_options(max_retries=0).chat.completions.create
+    members: dict[str, Any] = {"model": SERVED_NAME, "messages": messages, "temperature": 0, "max_tokens": 40}
+    named = {"conversation_id": f"openai-{stream}"}
+    if stream:
+        chunks = create(**members, stream=True, extra_body=named)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    answer = create(**members, stream=False, extra_body=named)
+    return answer.choices[0].message.content or ""
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_three_chat_turns_of_the_openai_client_read_kv_back(gateway: Gateway, pair: Pair, stream: bool) -> None:
     prefill, decode = pair
-    client = openai.OpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=gateway.url + "/v1", api_key="none")
     messages: Messages = []
     for number in range(3):
         messages.append({"role": "user", "content": text(100 + number, 90)})
         right = cold(decode, messages)
         forget(prefill)
         before = read_back(prefill)
-        answer = client.chat.completions.create(
-            model=SERVED_NAME,
-            messages=messages,  # type: ignore[arg-type]
-            temperature=0,
-            max_tokens=40,
-            stream=stream,
-            extra_body={"conversation_id": f"openai-{stream}"},
-        )
-        if stream:
-            pieces = [chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices]
-            content = "".join(pieces)
-        else:
-            content = answer.choices[0].message.content or ""
+        content = ask(client, messages, stream=stream)
         assert content == right
         assert (read_back(prefill) > before) == (number > 0)
         messages.append({"role": "assistant", "content": content})
