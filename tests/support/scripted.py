@@ -205,7 +205,9 @@ async def _perform(step: Step, request: Recorded, writer: asyncio.StreamWriter) 
     if isinstance(step, bytes):
         writer.write(step)
         await writer.drain()
-        # One turn of the loop, so that the piece is on its way before the next one is written.
+        # Two turns of the loop, so that a reader in it has read the piece before the next one is written: this task
+        # was made ready before the first turn saw that there is something to read.
+        await asyncio.sleep(0)
         await asyncio.sleep(0)
     elif isinstance(step, (int, float)):
         await asyncio.sleep(step)
