@@ -27,6 +27,15 @@ def test_later_sources_win_over_earlier_ones(tmp_path):
     assert with_flag.conversations.ttl_seconds == 100
 
 
+def test_a_variable_with_one_underscore_too_few_is_not_passed_over():
+    assert "KVROUTE_SERVER__PORT" in refused(environment={"KVROUTE_SERVER_PORT": "1"}, endpoints=ENGINE)
+    assert "no setting server.prot" in refused(environment={"KVROUTE_SERVER__PROT": "1"}, endpoints=ENGINE)
+
+
+def test_variables_of_the_engine_plugin_are_not_settings():
+    load(environment={"KVROUTE_UNSAFE_SKIP_VERIFICATION": "1", "KVROUTE_WHEEL": "x"}, endpoints=ENGINE)
+
+
 def test_endpoints_given_as_flags_replace_those_of_the_file(tmp_path):
     file = tmp_path / "kvroute.yaml"
     file.write_text("endpoints: [{url: http://a:1}]\n")

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ENVIRONMENT_PREFIX = "KVROUTE_"
-# Read by parts of kvroute that run outside the gateway (engine plugin, tests); not settings.
-_OTHER_VARIABLES = ("KVROUTE_ENGINE", "KVROUTE_UNSAFE_SKIP_VERIFICATION", "KVROUTE_CONFIG")
 
 
 class ConfigError(ValueError):
@@ -42,10 +40,9 @@ def load(
     """
     tree = _read(file) if file is not None else {}
     for name, value in sorted((environment or {}).items()):
-        if not name.startswith(ENVIRONMENT_PREFIX) or name.startswith(_OTHER_VARIABLES):
-            continue
-        path = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-        _assign(tree, path, value, source=f"environment variable {name}")
+        path = _variable(name)
+        if path is not None:
+            _assign(tree, path, value, source=f"environment variable {name}")
     for dotted, value in assignments:
         _assign(tree, dotted.split("."), value, source=f"--set {dotted}")
     if endpoints:
@@ -54,6 +51,20 @@ def load(
         return Settings.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_lines(error))) from None
+
+
+def _variable(name: str) -> list[str] | None:
+    """The setting that a variable names, None for variables that are not settings (the engine plugin has its own)."""
+    if not name.startswith(ENVIRONMENT_PREFIX):
+        return None
+    path = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+    if len(path) > 1 or path[0] in Settings.model_fields:
+        return path
+    section = next((section for section in Settings.model_fields if path[0].startswith(section + "_")), None)
+    if section is not None:
+        meant = f"{ENVIRONMENT_PREFIX}{section}__{path[0].removeprefix(section + '_')}".upper()
+        raise ConfigError(f"environment variable {name}: sections end with two underscores, {meant}")
+    return None
 
 
 def _read(file: Path) -> dict[str, Any]:
