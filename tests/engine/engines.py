@@ -15,8 +15,8 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from .environment import say
 from .model import SERVED_NAME
@@ -70,8 +70,10 @@ class EngineSpec:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-PREFILL = EngineSpec("prefill", "prefill")
+PREFILL = EngineSpec("prefill", "prefill", environment=(("VLLM_SERVER_DEV_MODE", "1"),))
 DECODE = EngineSpec("decode", "decode")
+UNVERIFIED = EngineSpec("unverified", "prefill", verify=False, prefix_caching=False)
+UNIDIRECTIONAL = EngineSpec("unidirectional", "prefill", bidirectional=False)
 
 
 @dataclass(slots=True)
@@ -164,6 +166,7 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
         "--model", str(model), "--served-model-name", SERVED_NAME,
         "--dtype", "float32", "--enforce-eager",
         "--block-size", str(spec.block_size),
+        "--distributed-executor-backend", "uni",
         "--host", "127.0.0.1", "--port", str(port),
         "--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching",
         *spec.arguments,
@@ -178,7 +181,6 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
                 "kv_recompute_threshold": spec.threshold,
                 "decoder_kv_blocks_ttl": spec.hold_seconds,
                 "bidirectional_kv_xfer": spec.bidirectional,
-                **({"num_threads": 0} if spec.role == "prefill" else {}),
             },
         }
         command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -187,6 +189,9 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # One process per engine less: on CPU vLLM runs the model in a worker process of its own, which spins a core
+        # while the engine holds or awaits blocks, unless this is 0.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -199,7 +204,7 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
     environment.pop("PYTHONPATH", None)
     environment.pop("_KVROUTE_ENGINE_INSTANCE", None)
     logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{spec.name}.log"
+    log = logs / f"{spec.name}-{port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -238,8 +243,3 @@ def running(specs: Sequence[EngineSpec], python: Path, model: Path, logs: Path) 
             engine.wait_ready(started + START_DEADLINE_SECONDS)
             say(f"engine {engine.spec.name}: healthy after {time.monotonic() - started:.0f} s")
         yield engines
-
-
-def pair(**changes: Any) -> tuple[EngineSpec, EngineSpec]:
-    """Specs of a prefill and a decode engine with the same changes to both."""
-    return replace(PREFILL, **changes), replace(DECODE, **changes)

@@ -79,8 +79,8 @@ def chat(engine: Engine, messages: Messages, params: dict[str, Any] | None = Non
     return generate(engine, "/v1/chat/completions", {"messages": messages}, params, **members)
 
 
-def complete(engine: Engine, prompt: str, params: dict[str, Any] | None = None, **members: Any) -> Reply:
-    """One text completion at temperature 0."""
+def complete(engine: Engine, prompt: str | list[int], params: dict[str, Any] | None = None, **members: Any) -> Reply:
+    """One text completion at temperature 0; the prompt is text or token ids."""
     return generate(engine, "/v1/completions", {"prompt": prompt}, params, **members)
 
 

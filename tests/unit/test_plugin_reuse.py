@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvroute.vllm_plugin.digests import prefix_digests, write_record
 from kvroute.vllm_plugin.reuse import HANDLE_MEMBERS, EngineShape, Verdict, decide, is_handle
 
@@ -50,10 +51,7 @@ def slow_verified(theirs: list[int], prompt: list[int], minimum: int) -> int:
     common = 0
     while common < min(len(theirs), len(prompt) - 1) and theirs[common] == prompt[common]:
         common += 1
-    if common == len(theirs):
-        usable = len(theirs)
-    else:
-        usable = common - common % BLOCK
+    usable = len(theirs) if common == len(theirs) else common - common % BLOCK
     return usable if usable >= minimum else 0
 
 

@@ -164,6 +164,17 @@ def write_record(digests: PrefixDigests, groups: int) -> dict[str, Any]:
     }
 
 
+def write_seal(digests: PrefixDigests) -> dict[str, Any]:
+    """Write digests as a seal: enough to say "exactly these tokens", too little to find out where others part."""
+    return {
+        "v": RECORD_VERSION,
+        "scheme": SCHEME,
+        "block_size": digests.block_size,
+        "tokens": digests.tokens,
+        "tail": base64.b64encode(digests.tail).decode(),
+    }
+
+
 def read_record(record: Any) -> tuple[PrefixDigests, int]:
     """Read the member ``kvroute`` of a handle, trusting nothing in it.
 

@@ -55,19 +55,22 @@ class Plugin:
 
 
 def _wrap_streams(state: Any, version: str) -> None:
+    """Wrap both handlers' generators, or neither: half a feature cannot be advertised."""
     wraps = wraps_for(version)
+    checked: list[tuple[Any, str, Any]] = []
     for handler, target in (
         (state.openai_serving_chat, wraps.chat_stream),
         (state.openai_serving_completion, wraps.completion_stream),
     ):
-        if handler is None:
-            continue
         resolve(target)
         name = target.name.rsplit(".", 1)[1]
         method = getattr(handler, name)
+        # A subclass may serve here; its own method is what is wrapped.
         if _parameters(method) != target.parameters[1:]:
             raise CannotWrapError(f"{type(handler).__name__}.{name} takes {_parameters(method)}")
-        setattr(handler, name, with_params_event(method, _outputs_index(target)))
+        checked.append((handler, name, with_params_event(method, _outputs_index(target))))
+    for handler, name, wrapped in checked:
+        setattr(handler, name, wrapped)
 
 
 def _parameters(method: Any) -> tuple[str, ...]:

@@ -5,6 +5,10 @@ gateway says that nobody will come back (``"kvroute_hold": false``). On a prefil
 checks a handle against the prompt before the connector believes it, and the reply says what came of it
 (``"kvroute_reuse"``).
 
+The other direction is checked as well: the prefill engine seals its prompt (``"kvroute_prompt"``), and a decode engine
+whose own prompt differs (another chat template, a date in it at midnight) computes it instead of taking the other's KV,
+which its digests would then pass on as right.
+
 Nothing here may raise into the engine: an exception in the scheduler loop kills it with every request it serves. A
 failure of ours costs the reuse, never the request and never the text.
 """
@@ -17,7 +21,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvroute.vllm_plugin.digests import PrefixDigests, encode_keys, prefix_digests, write_record
+from kvroute.vllm_plugin.digests import PrefixDigests, encode_keys, prefix_digests, write_record, write_seal
 from kvroute.vllm_plugin.reuse import EngineShape, Verdict, decide, is_handle, refuse
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ SKIP_VERIFICATION = "KVROUTE_UNSAFE_SKIP_VERIFICATION"
 """Environment variable of a prefill engine: ``1`` believes every handle. For tests that must show wrong text only."""
 
 _VERDICT = "_kvroute_verdict"
+_SEALED = "_kvroute_sealed"
 _PULLED = "_kvroute_pulled"
 
 
@@ -105,10 +110,7 @@ def wrap_request_finished(
                 return original(self, request, block_ids)
         delay_free, handle = original(self, request, block_ids)
         if handle:
-            try:
-                handle.update(_report(self, request, handle, block_keys))
-            except Exception:
-                log.exception("kvroute: request %s keeps its handle without digests", request.request_id)
+            handle.update(_report(self, request, handle, block_keys))
         return delay_free, handle
 
     return request_finished
@@ -139,12 +141,17 @@ def _report(
             "outcome": verdict.outcome,
             "reason": verdict.reason,
         }
-    if handle.get("do_remote_decode"):
+    try:
         shape = engine_shape(connector)
         tokens = min(held_tokens(request), handle.get("remote_num_tokens") or 0)
         if shape.readable and tokens > 0:
             digests = sequence_digests(request, tokens, shape.block_size, block_keys)
-            added["kvroute"] = write_record(digests, shape.groups)
+            if handle.get("do_remote_decode"):
+                added["kvroute"] = write_record(digests, shape.groups)
+            else:
+                added["kvroute_prompt"] = write_seal(digests)
+    except Exception:
+        log.exception("kvroute: request %s goes without digests", request.request_id)
     return added
 
 
@@ -156,6 +163,12 @@ def wrap_get_num_new_matched_tokens(
     @functools.wraps(original)
     def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
         params = request.kv_transfer_params
+        if params and params.get("do_remote_prefill") and not params.get("do_remote_decode"):
+            count, asynchronous = original(self, request, num_computed_tokens)
+            if count and not _seal_holds(request, num_computed_tokens + count, block_keys):
+                # No read follows, and the connector tells the prefill engine to free its blocks.
+                return 0, False
+            return count, asynchronous
         if not is_handle(params):
             return original(self, request, num_computed_tokens)
         if params.get("_remote_blocks_processed"):
@@ -174,6 +187,32 @@ def wrap_get_num_new_matched_tokens(
         return result
 
     return get_num_new_matched_tokens
+
+
+def _seal_holds(request: Any, tokens: int, block_keys: Callable[..., tuple[Any, int]]) -> bool:
+    """Tell whether the ``tokens`` that a decode engine is about to take are those of its own prompt, as far as known.
+
+    A prefill engine without the plugin seals nothing; its blocks are believed as vLLM does.
+    """
+    seal = request.kv_transfer_params.get("kvroute_prompt")
+    if seal is None or verification_skipped():
+        return True
+    holds: bool | None = getattr(request, _SEALED, None)
+    if holds is None:
+        try:
+            holds = seal == write_seal(sequence_digests(request, tokens, seal["block_size"], block_keys))
+        except Exception:
+            log.exception("kvroute: the seal of request %s cannot be checked", request.request_id)
+            holds = False
+        if not holds:
+            log.warning(
+                "kvroute: request %s: the prefill engine computed another prompt than this engine has (%d tokens); "
+                "it is computed here. Do both engines run the same chat template?",
+                request.request_id,
+                request.num_prompt_tokens,
+            )
+        setattr(request, _SEALED, holds)
+    return holds
 
 
 def _judge(connector: Any, request: Any, params: dict[str, Any], block_keys: Callable[..., tuple[Any, int]]) -> Verdict:

@@ -1,0 +1,106 @@
+"""Fixtures with real engines, started once per run and only when a test asks for them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from . import environment, model
+from .engines import DECODE, PREFILL, UNIDIRECTIONAL, UNVERIFIED, Engine, EngineSpec, running
+from .legs import turn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ENABLED = os.environ.get("KVROUTE_ENGINE") == "1"
+
+LOGS = Path("~/.cache/kvroute/logs").expanduser()
+
+FIXTURES: dict[str, tuple[EngineSpec, ...]] = {
+    "pair": (PREFILL, DECODE),
+    "unverified": (UNVERIFIED,),
+    "unidirectional": (UNIDIRECTIONAL,),
+}
+"""Which engines a fixture of this name stands for. All that a run needs start together, which is much faster."""
+
+NEEDED = pytest.StashKey[list[EngineSpec]]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected = [item for item in items if item.get_closest_marker("engine") is not None]
+    for item in selected:
+        # Starting engines is part of the first test that needs them.
+        item.add_marker(pytest.mark.timeout(600))
+        if not ENABLED:
+            item.add_marker(pytest.mark.skip(reason="needs real engines: run `make engine-test` (KVROUTE_ENGINE=1)"))
+    used = {name for item in selected if isinstance(item, pytest.Function) for name in item.fixturenames}
+    config.stash[NEEDED] = [spec for name, specs in FIXTURES.items() if name in used for spec in specs]
+
+
+class Pool:
+    """The engines of this run, by what they were started with."""
+
+    def __init__(self, stack: ExitStack, needed: list[EngineSpec]) -> None:
+        self._stack, self._needed = stack, needed
+        self._running: dict[EngineSpec, Engine] = {}
+        self._python: Path | None = None
+
+    @property
+    def python(self) -> Path:
+        """The engine environment's interpreter, with this checkout's kvroute installed (or ``KVROUTE_WHEEL``)."""
+        if self._python is None:
+            wheel = os.environ.get("KVROUTE_WHEEL")
+            self._python = environment.ensure(Path(wheel) if wheel else None)
+        return self._python
+
+    def engines(self, *specs: EngineSpec) -> list[Engine]:
+        """Engines that run as ``specs`` say; those that do not run yet are started together."""
+        wanted = dict.fromkeys((*specs, *self._needed))
+        missing = [spec for spec in wanted if spec not in self._running]
+        if missing:
+            path = model.ensure(self.python)
+            started = self._stack.enter_context(running(missing, self.python, path, LOGS))
+            self._running.update(zip(missing, started, strict=True))
+        return [self._running[spec] for spec in specs]
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with ExitStack() as stack:
+        yield Pool(stack, request.config.stash[NEEDED])
+
+
+@pytest.fixture(scope="session")
+def pair(pool: Pool) -> tuple[Engine, Engine]:
+    """A prefill and a decode engine with the plugin, their connection made."""
+    prefill, decode = pool.engines(*FIXTURES["pair"])
+    warm_up(prefill, decode)
+    return prefill, decode
+
+
+@pytest.fixture(scope="session")
+def unverified(pool: Pool, pair: tuple[Engine, Engine]) -> Engine:
+    """A prefill engine that believes every handle, for the same decode engine."""
+    (prefill,) = pool.engines(*FIXTURES["unverified"])
+    warm_up(prefill, pair[1])
+    return prefill
+
+
+@pytest.fixture(scope="session")
+def unidirectional(pool: Pool, pair: tuple[Engine, Engine]) -> Engine:
+    """A prefill engine that does not read back, for the same decode engine."""
+    (prefill,) = pool.engines(*FIXTURES["unidirectional"])
+    warm_up(prefill, pair[1])
+    return prefill
+
+
+def warm_up(prefill: Engine, decode: Engine) -> None:
+    """Make the NIXL connections of both directions, whose handshake has a deadline that a busy machine can miss."""
+    messages = [{"role": "user", "content": model.text(1, 80)}]
+    first = turn(prefill, decode, messages)
+    turn(prefill, decode, [*messages, {"role": "user", "content": "more"}], first.handle, hold=False)
