@@ -92,7 +92,7 @@ pub enum Verdict {
     Unreadable,
 }
 
-/// Keys without which an object has nothing to tell, as they stand in JSON that escapes no letters.
+/// Keys whose values tell something unless they are null, as they stand in JSON that escapes no letters.
 static TELLING: LazyLock<[Finder<'static>; 5]> = LazyLock::new(|| {
     [
         "\"kv_transfer_params\"",
@@ -103,6 +103,17 @@ static TELLING: LazyLock<[Finder<'static>; 5]> = LazyLock::new(|| {
     ]
     .map(Finder::new)
 });
+
+static TYPE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("\"type\""));
+
+/// Values of `type` that tell something.
+const TELLING_TYPES: [&[u8]; 5] = [
+    b"\"message_stop\"",
+    b"\"response.completed\"",
+    b"\"response.incomplete\"",
+    b"\"response.failed\"",
+    b"\"error\"",
+];
 
 /// An escape that can spell a letter of a key.
 static ESCAPE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new("\\u"));
@@ -125,20 +136,22 @@ pub fn inspect(text: &[u8], hidden: &Hidden, facts: &mut Facts) -> Verdict {
 
 /// Whether a walk through the members can find anything. Most events of a stream end here, at the speed of memmem.
 fn may_tell(text: &[u8], hidden: &Hidden) -> bool {
-    TELLING
-        .iter()
-        .chain(&hidden.finders)
-        .any(|finder| has_value(text, finder))
+    // Engines put `"usage":null` into every event.
+    let not_null = |value: &[u8]| !is_null(value);
+    let telling_type = |value: &[u8]| TELLING_TYPES.iter().any(|name| value.starts_with(name));
+    let mut keys = TELLING.iter().chain(&hidden.finders);
+    keys.any(|key| has_value(text, key, not_null))
+        || has_value(text, &TYPE, telling_type)
         || ESCAPE.find(text).is_some()
 }
 
-/// Whether the quoted key stands before a value that is not null: engines put `"usage":null` into every event.
-fn has_value(text: &[u8], key: &Finder<'_>) -> bool {
+/// Whether the quoted key stands before such a value anywhere in the text.
+fn has_value(text: &[u8], key: &Finder<'_>, is_wanted: impl Fn(&[u8]) -> bool) -> bool {
     let mut at = 0;
     while let Some(found) = key.find(&text[at..]) {
         at += found + key.needle().len();
         let colon = skip_space(text, at);
-        if text.get(colon) == Some(&b':') && !is_null(&text[skip_space(text, colon + 1)..]) {
+        if text.get(colon) == Some(&b':') && is_wanted(&text[skip_space(text, colon + 1)..]) {
             return true;
         }
     }
@@ -312,10 +325,7 @@ impl Object {
         facts.finish_reason = reason
             .or(found.finish_reason)
             .or(facts.finish_reason.take());
-        // `{"object":"error"}` is how vLLM before 0.10 began its errors.
-        facts.error |= found.error
-            || named.as_deref() == Some("error")
-            || matches!(kind.as_deref(), Some("error" | "response.failed"));
+        facts.error |= found.error || matches!(kind.as_deref(), Some("error" | "response.failed"));
         facts.done |= ends_response || kind.as_deref() == Some("message_stop");
         if cuts.is_empty() {
             Verdict::Keep

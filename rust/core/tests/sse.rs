@@ -1,0 +1,341 @@
+//! Event streams and documents, cut anywhere, against `serde_json`.
+
+use kvroute_core::http1::{Body, ClientFraming, Framing};
+use kvroute_core::relay::{Forward, Relay, State, Watch};
+use kvroute_core::sse::{Document, Facts, Hidden, Mode, Pass, Scanner, Verdict, inspect};
+use proptest::prelude::*;
+use serde_json::{Map, Value, json};
+
+const LIMIT: usize = 1 << 20;
+
+fn hiding() -> Mode {
+    Mode::Hide(Hidden::default())
+}
+
+fn scan(mode: Mode, reads: &[&[u8]]) -> (Vec<u8>, Facts) {
+    let mut scanner = Scanner::new(mode, LIMIT);
+    let mut shown = Vec::new();
+    for read in reads {
+        let mut out = Vec::new();
+        match scanner.feed(read, &mut out).expect("below the limit") {
+            Pass::Same => {
+                assert!(out.is_empty());
+                shown.extend_from_slice(read);
+            }
+            Pass::Edited => shown.extend_from_slice(&out),
+        }
+    }
+    scanner.finish(&mut shown);
+    (shown, scanner.facts().clone())
+}
+
+/// Asserts that the stream gives this however it is cut in two or three, and in single bytes.
+fn shows(stream: &str, expected: &str) -> Facts {
+    let bytes = stream.as_bytes();
+    let (shown, facts) = scan(hiding(), &[bytes]);
+    assert_eq!(String::from_utf8_lossy(&shown), expected);
+    for first in 0..=bytes.len() {
+        let (shown, told) = scan(hiding(), &[&bytes[..first], &bytes[first..]]);
+        assert_eq!(
+            (String::from_utf8_lossy(&shown).as_ref(), &told),
+            (expected, &facts),
+            "cut at {first}"
+        );
+    }
+    let singles: Vec<&[u8]> = bytes.chunks(1).collect();
+    assert_eq!(
+        scan(hiding(), &singles),
+        (expected.as_bytes().to_vec(), facts.clone())
+    );
+    let (observed, _) = scan(Mode::Observe, &singles);
+    assert_eq!(observed, bytes, "observing changes nothing");
+    facts
+}
+
+#[test]
+fn members_go_with_the_right_comma() {
+    for (object, left) in [
+        (r#"{"kv_transfer_params":{"a":1},"x":1}"#, r#"{"x":1}"#),
+        (
+            r#"{"x":1 , "kv_transfer_params" : {"a":1} }"#,
+            r#"{"x":1 }"#,
+        ),
+        (
+            r#"{"x":1,"kv_transfer_params":[1,{}],"y":2}"#,
+            r#"{"x":1,"y":2}"#,
+        ),
+        (
+            r#"{"kv_transfer_params":1,"kv_transfer_params":2,"x":1}"#,
+            r#"{"x":1}"#,
+        ),
+        (
+            r#"{"x":1,"kv_transfer_params":1,"kv_transfer_params":2}"#,
+            r#"{"x":1}"#,
+        ),
+        (
+            r#"{"kv_transfer_params":1,"x":1,"kv_transfer_params":2}"#,
+            r#"{"x":1}"#,
+        ),
+        (r#"{"kv_transf\u0065r_params":1,"x":1}"#, r#"{"x":1}"#),
+        (
+            r#"{"x":1,"response":{"kv_transfer_params":1},"kv_transfer_params":1}"#,
+            r#"{"x":1,"response":{}}"#,
+        ),
+        (
+            r#"{"x":1,"kv_transfer_params":null}"#,
+            r#"{"x":1,"kv_transfer_params":null}"#,
+        ),
+        (
+            r#"{"x":"\"kv_transfer_params\":{}","y":1}"#,
+            r#"{"x":"\"kv_transfer_params\":{}","y":1}"#,
+        ),
+        (
+            r#"{"x":{"kv_transfer_params":1}}"#,
+            r#"{"x":{"kv_transfer_params":1}}"#,
+        ),
+    ] {
+        shows(&format!("data: {object}\n\n"), &format!("data: {left}\n\n"));
+    }
+}
+
+#[test]
+fn events_for_the_gateway_alone_go_whole() {
+    let next = "data: {\"x\":1}\n\n";
+    for own in [
+        "data: {\"id\":\"a\",\"choices\":[],\"kv_transfer_params\":{\"a\":1}}\n\n",
+        "event: x\r\nid: 1\r\ndata: {\"choices\":[],\"usage\":null,\"kv_transfer_params\":{\"a\":1}}\r\n\r\n",
+        "data:{\"kv_transfer_params\":{\"a\":1}}\r\r",
+        "data: {\"kv_transfer_params\":\ndata: {\"a\":1}}\n\n",
+    ] {
+        let facts = shows(&format!("{own}{next}"), next);
+        assert_eq!(
+            facts.handle.as_deref().map(<[u8]>::trim_ascii),
+            Some(&br#"{"a":1}"#[..])
+        );
+    }
+}
+
+#[test]
+fn an_event_in_several_lines_keeps_its_other_fields() {
+    shows(
+        "id: 1\r\ndata: {\"x\":1,\r\nevent: e\r\ndata: \"kv_transfer_params\":{\r\ndata:}}\r\n: end\r\n\r\n",
+        "id: 1\r\ndata: {\"x\":1}\r\nevent: e\r\n: end\r\n\r\n",
+    );
+}
+
+#[test]
+fn part_of_a_handle_does_not_go_on() {
+    assert!(
+        shows(
+            "data: {\"x\":1,\"kv_transfer_params\":{\"remote_host\":\"10.",
+            ""
+        )
+        .handle
+        .is_none()
+    );
+    shows("data: {\"x\":1,\"kv_transfer_params\":{\"a\":1}}}\n\n", "");
+    shows(
+        "data: kv_transfer_params\n\ndata: {x\n\n",
+        "data: kv_transfer_params\n\ndata: {x\n\n",
+    );
+}
+
+#[test]
+fn an_unfinished_event_is_passed_on_at_the_end() {
+    assert!(shows("data: [DONE]", "data: [DONE]").done);
+    assert!(shows(": note\n\ndata: [DONE]\n", ": note\n\ndata: [DONE]\n").done);
+}
+
+#[test]
+fn what_the_apis_tell() {
+    let chat = shows(
+        "data: {\"choices\":[{\"finish_reason\":null}],\"usage\":{\"prompt_tokens\":3}}\n\n\
+         data: {\"choices\":[{\"finish_reason\":\"stop\"}],\"usage\":null}\n\n\
+         data: {\"choices\":[],\"usage\":{\"completion_tokens\":5,\"prompt_tokens\":null}}\n\ndata: [DONE]\n\n",
+        "data: {\"choices\":[{\"finish_reason\":null}],\"usage\":{\"prompt_tokens\":3}}\n\n\
+         data: {\"choices\":[{\"finish_reason\":\"stop\"}],\"usage\":null}\n\n\
+         data: {\"choices\":[],\"usage\":{\"completion_tokens\":5,\"prompt_tokens\":null}}\n\ndata: [DONE]\n\n",
+    );
+    assert_eq!(
+        (chat.prompt_tokens, chat.completion_tokens),
+        (Some(3), Some(5))
+    );
+    assert_eq!(
+        (chat.finish_reason.as_deref(), chat.done, chat.error),
+        (Some("stop"), true, false)
+    );
+    for error in [
+        "data: {\"error\":{\"message\":\"m\"}}\n\n",
+        "event: error\ndata: x\n\n",
+        "data: {\"type\":\"response.failed\"}\n\n",
+        "data: {\"choices\":[{\"finish_reason\":\"error\"}]}\n\n",
+    ] {
+        assert!(shows(error, error).error, "{error:?}");
+    }
+}
+
+#[test]
+fn events_have_a_limit() {
+    let event = b"data: 0123456789\n\n";
+    for reads in [
+        vec![&event[..]],
+        event.chunks(1).collect(),
+        event.chunks(7).collect(),
+    ] {
+        let mut out = Vec::new();
+        let mut scanner = Scanner::new(hiding(), event.len());
+        assert!(
+            reads
+                .iter()
+                .all(|read| scanner.feed(read, &mut out).is_ok())
+        );
+        let mut scanner = Scanner::new(hiding(), event.len() - 1);
+        let mut out = Vec::new();
+        assert!(scanner.feed(b": first\n\n", &mut out).is_ok());
+        assert!(
+            reads
+                .iter()
+                .any(|read| scanner.feed(read, &mut out).is_err())
+        );
+        assert!(out.is_empty());
+        // Observing goes on, without reading that event.
+        let mut scanner = Scanner::new(Mode::Observe, 15);
+        assert!(
+            reads
+                .iter()
+                .all(|read| scanner.feed(read, &mut out) == Ok(Pass::Same))
+        );
+        assert!(scanner.at_boundary());
+        assert_eq!(scanner.feed(b"data: [DONE]\n\n", &mut out), Ok(Pass::Same));
+        assert!(scanner.facts().done);
+    }
+}
+
+#[test]
+fn deep_nesting_costs_nothing() {
+    let deep = format!(
+        "{{\"x\":{}1{},\"usage\":{{\"prompt_tokens\":1}}}}",
+        "[".repeat(200_000),
+        "]".repeat(200_000)
+    );
+    let mut facts = Facts::default();
+    assert_eq!(
+        inspect(deep.as_bytes(), &Hidden::default(), &mut facts),
+        Verdict::Keep
+    );
+    assert_eq!(facts.prompt_tokens, Some(1));
+}
+
+#[test]
+fn reads_on_boundaries_go_on_as_they_came_and_others_are_framed_anew() {
+    let watch = Watch::Events(Scanner::new(hiding(), LIMIT));
+    let mut relay = Relay::new(Body::new(Framing::Chunked), watch, ClientFraming::Chunked);
+    assert_eq!(relay.feed(b"9\r\ndata: 1\n\n\r\n"), Forward::Same);
+    assert_eq!(
+        relay.feed(b"9\r\ndata: 2\n\n"),
+        Forward::Bytes(b"9\r\ndata: 2\n\n\r\n".to_vec())
+    );
+    assert_eq!(relay.feed(b"\r\n4\r\ndata"), Forward::Bytes(Vec::new()));
+    assert_eq!(
+        relay.feed(b"\r\n5\r\n: 3\n\n\r\n"),
+        Forward::Bytes(b"9\r\ndata: 3\n\n\r\n".to_vec())
+    );
+    assert_eq!(relay.feed(b"9\r\ndata: 4\n\n\r\n0\r\n\r\n"), Forward::Same);
+    assert_eq!(
+        (relay.state(), relay.has_excess(), relay.payload_bytes()),
+        (State::Complete, false, 36)
+    );
+}
+
+#[test]
+fn a_document_is_read_however_it_comes() {
+    let body = br#"{"usage":{"prompt_tokens":3,"completion_tokens":4}}"#;
+    for cut in 0..=body.len() {
+        let mut document = Document::new(LIMIT);
+        document.feed(&body[..cut]);
+        document.finish(&body[cut..]);
+        assert_eq!(document.facts().completion_tokens, Some(4));
+    }
+    let mut document = Document::new(body.len() - 1);
+    document.finish(body);
+    assert_eq!(document.facts(), &Facts::default());
+}
+
+fn values() -> impl Strategy<Value = Value> {
+    let text = prop::sample::select(vec![
+        "",
+        "é\"\\",
+        "\"kv_transfer_params\":{}",
+        "kv_transfer_params",
+        "\n北🙂{[,:",
+    ]);
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        text.prop_map(Value::from),
+    ];
+    leaf.prop_recursive(4, 24, 4, |inner| {
+        let key =
+            prop::sample::select(vec!["a", "kv_transfer_params", "usage", "é\\\"", "choices"])
+                .prop_map(str::to_owned);
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::vec((key, inner), 0..4)
+                .prop_map(|members| members.into_iter().collect::<Map<String, Value>>().into()),
+        ]
+    })
+}
+
+proptest! {
+    #[test]
+    fn hiding_leaves_the_json_that_serde_would_leave(
+        members in prop::collection::vec((prop::sample::select(vec!["x", "kv_transfer_params", "z", "response"]).prop_map(str::to_owned), values()), 0..5),
+        pretty in any::<bool>(),
+    ) {
+        let object: Map<String, Value> = members.into_iter().collect();
+        let text = if pretty { serde_json::to_string_pretty(&object) } else { serde_json::to_string(&object) }.expect("JSON");
+        let mut expected = object.clone();
+        if !object.get("kv_transfer_params").is_none_or(Value::is_null) {
+            expected.remove("kv_transfer_params");
+        }
+        if let Some(Value::Object(response)) = expected.get_mut("response") {
+            if !response.get("kv_transfer_params").is_none_or(Value::is_null) {
+                response.remove("kv_transfer_params");
+            }
+        }
+        let (shown, _) = Document::take_hidden(text.as_bytes(), &Hidden::default()).expect("valid JSON");
+        let shown = shown.unwrap_or_else(|| text.clone().into_bytes());
+        prop_assert_eq!(serde_json::from_slice::<Value>(&shown).expect("still JSON"), Value::from(expected));
+    }
+
+    #[test]
+    fn any_bytes_are_read_the_same_however_they_are_cut(
+        data in prop::collection::vec(prop::sample::select(b"data: {}[]\",\\\r\n:ukv1".to_vec()), 0..80),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let stream = [br#"data: {"kv_transfer_params":{"a":1},"b":"#.as_slice(), &data, b"}\n\n"].concat();
+        let whole = scan(hiding(), &[&stream]);
+        let (first, second) = stream.split_at(cut.index(stream.len() + 1));
+        prop_assert_eq!(scan(hiding(), &[first, second]), whole);
+        prop_assert_eq!(scan(Mode::Observe, &[first, second]).0, stream);
+    }
+}
+
+#[test]
+fn serde_agrees_on_the_handle() {
+    let handle =
+        json!({"remote_block_ids": [[1, 2]], "remote_host": "10.0.0.9", "t": 2856.490_820_275});
+    let body =
+        json!({"choices": [{"finish_reason": "stop"}], "kv_transfer_params": handle}).to_string();
+    let (shown, facts) =
+        Document::take_hidden(body.as_bytes(), &Hidden::default()).expect("valid JSON");
+    assert_eq!(
+        serde_json::from_slice::<Value>(&facts.handle.expect("found")).expect("JSON"),
+        handle
+    );
+    assert_eq!(
+        shown.as_deref(),
+        Some(&br#"{"choices":[{"finish_reason":"stop"}]}"#[..])
+    );
+}
