@@ -35,35 +35,40 @@ async def serve_whole(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Tu
     last: UpstreamError | None = None
     for endpoint in plan.targets[: gateway.settings.routing.connect_attempts]:
         with endpoint.flight("whole"):
-            started = time.monotonic()
             try:
-                exchange = await gateway.pool.send(
-                    endpoint.origin,
-                    incoming.request.method,
-                    incoming.target,
-                    incoming.headers_for(endpoint),
-                    _body(incoming, endpoint),
-                )
+                return await _on(gateway, incoming, plan, turn, endpoint)
             except UpstreamError as error:
                 gateway.failed(endpoint, error)
                 if error.request_sent:
                     raise gateway.answer_for(error) from None
                 last = error
-                continue
-            async with exchange:
-                gateway.metrics.first_byte.labels(plan.mode).observe(time.monotonic() - started)
-                relayed = await exchange.relay(
-                    incoming.request,
-                    hide=plan.mode != "aggregated",
-                    extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
-                )
-            gateway.relayed(endpoint, relayed)
-            if exchange.status == 200:
-                turn.finish(endpoint.url, None)
-            return relayed.response
     if last is not None:
         raise gateway.answer_for(last)
     raise GatewayError(503, "no healthy engine can serve this request now", retry_after=1)
+
+
+async def _on(
+    gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint
+) -> web.StreamResponse:
+    started = time.monotonic()
+    exchange = await gateway.pool.send(
+        endpoint.origin,
+        incoming.request.method,
+        incoming.target,
+        incoming.headers_for(endpoint),
+        _body(incoming, endpoint),
+    )
+    async with exchange:
+        gateway.metrics.first_byte.labels(plan.mode).observe(time.monotonic() - started)
+        relayed = await exchange.relay(
+            incoming.request,
+            hide=plan.mode != "aggregated",
+            extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
+        )
+    gateway.relayed(endpoint, relayed)
+    if exchange.status == 200:
+        turn.finish(endpoint.url, None)
+    return relayed.response
 
 
 def _body(incoming: Incoming, endpoint: Endpoint) -> bytes:
