@@ -11,9 +11,11 @@ from kvroute._core import Body, BodyError
 from kvroute.kv.params import Handle, prefill_params, read_handle
 from kvroute.kv.recipes import RECIPES
 from kvroute.plan.reuse import Decision, decide
-from kvroute.upstream import Reply, UpstreamError
+from kvroute.upstream import UpstreamError
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
@@ -31,14 +33,20 @@ class Prefilled:
     Attributes:
         endpoint: The engine that ran it, None when none did.
         handoff: What it returned, None when the decode engine has to compute the prompt itself.
+        epoch: That engine's epoch when it was called; after a restart the hand-off is dead.
         deadline: Monotonic time after which the hand-off's blocks must not be read any more.
-        refusal: A reply that ends the request and goes to the client as it is.
+        refusal: An answer that ended the request and has gone to the client as it is.
     """
 
     endpoint: Endpoint | None = None
     handoff: Handle | None = None
+    epoch: int = 0
     deadline: float = 0.0
-    refusal: Reply | None = None
+    refusal: web.StreamResponse | None = None
+
+
+# What an engine answers that takes no more requests now.
+_BUSY = frozenset({429, 503})
 
 
 class PrefillLeg:
@@ -68,11 +76,13 @@ class PrefillLeg:
         settings = self._gateway.settings
         waiting = list(self._plan.prefills)
         runs = connects = 0
+        busy = True  # so far every engine that answered was
         while waiting and runs < settings.pd.prefill_attempts and connects < settings.routing.connect_attempts:
             endpoint = waiting.pop(0)
             held, decision = self._turn.held, self._decide(endpoint)
+            last = not waiting or runs + 1 == settings.pd.prefill_attempts
             try:
-                reply, seconds = await self._send(endpoint, held, decision)
+                answer = await self._on(endpoint, held, decision, pass_on_busy=busy and last)
             except UpstreamError as error:
                 self._gateway.failed(endpoint, error)
                 if not error.request_sent:
@@ -84,39 +94,63 @@ class PrefillLeg:
                     # A second run would load the next engine while this one may still compute (vLLM 29906).
                     raise self._gateway.answer_for(error) from None
                 runs += 1
+                busy = False
                 self._gateway.metrics.prefill_retries.labels(error.kind).inc()
                 continue
+            if isinstance(answer, Prefilled):
+                return answer
             runs += 1
-            if reply.status == 200:
-                return self._finish(endpoint, decision, reply, seconds)
-            self._note(decision, None)
-            if reply.status < 500 and reply.status != 429:
-                return Prefilled(refusal=reply)
+            busy = busy and answer in _BUSY
             self._gateway.metrics.prefill_retries.labels("status").inc()
-            if decision is not None and decision.action == "read":
+            if decision is not None and decision.action == "read" and answer not in _BUSY:
                 # A failed read answers 500 (contract, section 2): the same engine can still compute the prompt.
                 waiting.insert(0, endpoint)
-            elif not waiting and reply.status in {429, 503}:
-                return Prefilled(refusal=reply)  # every prefill engine is full: the client has to slow down
         self._gateway.metrics.whole.labels("prefill_failed").inc()
         return Prefilled()
 
-    async def _send(self, endpoint: Endpoint, held: Held | None, decision: Decision | None) -> tuple[Reply, float]:
-        incoming = self._incoming
+    async def _on(
+        self, endpoint: Endpoint, held: Held | None, decision: Decision | None, *, pass_on_busy: bool
+    ) -> Prefilled | int:
+        """One run; gives the status when another engine may do better.
+
+        Args:
+            endpoint: The engine.
+            held: The conversation's handle.
+            decision: What happens to it.
+            pass_on_busy: Let the client hear that the engine is full: no other one is left to be asked, and to compute
+                the prompt on decode instead would only move the crowd there.
+        """
+        gateway, incoming = self._gateway, self._incoming
         body = self._body(held, decision)
+        epoch = endpoint.epoch
         started = time.monotonic()
         with endpoint.flight("prefill"):
             if decision is not None:
                 self._turn.spend()  # before the first byte leaves: an abort halfway may have spent it
-            reply = await self._gateway.pool.fetch(
+            exchange = await gateway.pool.send(
                 endpoint.origin,
                 "POST",
                 incoming.target,
                 incoming.headers_for(endpoint),
                 body,
-                limit=self._gateway.settings.server.max_reply_bytes,
+                # A handle is spent once it is sent: the same one twice has answered 200 with other text.
+                replay=decision is None or decision.action == "drop",
             )
-        return reply, time.monotonic() - started
+            async with exchange:
+                status = exchange.status
+                if status == 200:
+                    reply = await exchange.read(gateway.settings.server.max_reply_bytes)
+                    return self._finish(endpoint, epoch, decision, reply, time.monotonic() - started)
+                if pass_on_busy if status in _BUSY else status < 500:
+                    relayed = await exchange.relay(
+                        incoming.request, hide=True, extra_headers=[(b"X-Request-Id", incoming.request_id.encode())]
+                    )
+                    self._note(decision, None)
+                    gateway.relayed(endpoint, relayed)
+                    return Prefilled(refusal=relayed.response)
+                await exchange.read(gateway.settings.server.max_reply_bytes)
+        self._note(decision, None)
+        return status
 
     def _decide(self, prefill: Endpoint) -> Decision | None:
         held = self._turn.held
@@ -147,9 +181,11 @@ class PrefillLeg:
             )
         return RECIPES[incoming.api].apply(incoming.body, params)
 
-    def _finish(self, endpoint: Endpoint, decision: Decision | None, reply: Reply, seconds: float) -> Prefilled:
+    def _finish(
+        self, endpoint: Endpoint, epoch: int, decision: Decision | None, reply: bytes, seconds: float
+    ) -> Prefilled:
         try:
-            raw = Body.scan(reply.body).kv_transfer_params
+            raw = Body.scan(reply).kv_transfer_params
         except BodyError:
             raw = None
         handoff = read_handle(raw, from_decode=False)
@@ -162,7 +198,7 @@ class PrefillLeg:
             _log.warning(
                 "%s answered a prefill without KV to hand over; decode computes the prompt itself", endpoint.url
             )
-        return Prefilled(endpoint, handoff, time.monotonic() + self._gateway.settings.pd.handoff_seconds)
+        return Prefilled(endpoint, handoff, epoch, time.monotonic() + self._gateway.settings.pd.handoff_seconds)
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
