@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kvroute.http.prefill import Prefilled
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
-    from kvroute.upstream import Relayed
+    from kvroute.upstream import Relayed, Timeouts
 
 _CLIENT_BODY = Edits(drop=OWNED)
 
@@ -68,15 +69,21 @@ class DecodeLeg:
 
     async def _on(self, endpoint: Endpoint) -> web.StreamResponse:
         gateway, incoming = self._gateway, self._incoming
-        if self._handoff is not None and time.monotonic() >= self._prefilled.deadline:
-            # The prefill engine frees its blocks when the lease ends; reading them later has answered 200 with other
-            # text.
-            gateway.metrics.handoffs.labels("expired").inc()
-            self._handoff = None
         started = time.monotonic()
+        dead = self._why_dead(started)
+        if dead is not None:
+            gateway.metrics.handoffs.labels(dead).inc()
+            self._handoff = None
         epoch = endpoint.epoch
         exchange = await gateway.pool.send(
-            endpoint.origin, "POST", incoming.target, incoming.headers_for(endpoint), self._body(endpoint)
+            endpoint.origin,
+            "POST",
+            incoming.target,
+            incoming.headers_for(endpoint),
+            self._body(endpoint),
+            timeouts=self._timeouts(started),
+            # Blocks that one request may have read, and that may be freed by now, are not offered to another.
+            replay=self._handoff is None,
         )
         if self._handoff is not None:
             # From here the decode engine reads the blocks, or tells the prefill engine to free them.
@@ -91,6 +98,26 @@ class DecodeLeg:
         if exchange.status == 200:
             self._remember(endpoint, epoch, relayed)
         return relayed.response
+
+    def _why_dead(self, now: float) -> str | None:
+        """Why the hand-off must not be read any more; None while it may be, or when there is none."""
+        holder = self._prefilled.endpoint
+        if self._handoff is None or holder is None:
+            return None
+        if now >= self._prefilled.deadline:
+            # The prefill engine frees its blocks when the lease ends; reading them later has answered 200 with other
+            # text.
+            return "expired"
+        # After a restart the decode engine would dial an engine that knows nothing of these blocks.
+        return "prefill_gone" if holder.epoch != self._prefilled.epoch else None
+
+    def _timeouts(self, now: float) -> Timeouts | None:
+        """Time limits under which the hand-off is not sent after its deadline, however long connecting takes."""
+        usual = self._gateway.timeouts
+        left = self._prefilled.deadline - now
+        if self._handoff is None or left >= usual.connect:
+            return None
+        return dataclasses.replace(usual, connect=left)
 
     def _body(self, endpoint: Endpoint) -> bytes:
         body, holder = self._incoming.body, self._prefilled.endpoint

@@ -55,10 +55,10 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         waits = settings.timeouts
-        self.pool = Pool(
-            Timeouts(connect=waits.connect_seconds, first_byte=waits.first_byte_seconds, idle=waits.idle_seconds),
-            max_event_bytes=settings.server.max_event_bytes,
+        self.timeouts = Timeouts(
+            connect=waits.connect_seconds, first_byte=waits.first_byte_seconds, idle=waits.idle_seconds
         )
+        self.pool = Pool(self.timeouts, max_event_bytes=settings.server.max_event_bytes)
         self.metrics = Metrics()
         self.fleet = Fleet.from_settings(settings)
         self.monitor = Monitor(self.fleet, self.pool, settings.health)

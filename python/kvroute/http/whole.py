@@ -47,9 +47,7 @@ async def serve_whole(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Tu
     raise GatewayError(503, "no healthy engine can serve this request now", retry_after=1)
 
 
-async def _on(
-    gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint
-) -> web.StreamResponse:
+async def _on(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint) -> web.StreamResponse:
     started = time.monotonic()
     exchange = await gateway.pool.send(
         endpoint.origin,
