@@ -122,6 +122,7 @@ async def read_body(request: web.Request, *, limit: int, timeout: float) -> byte
     Raises:
         GatewayError: 413 when it is larger than ``limit`` bytes, 408 when it took longer than ``timeout`` seconds, 400
             when it is cut.
+        asyncio.CancelledError: When the client left before its end.
     """
     length = request.content_length
     if length is not None and length > limit:
@@ -138,6 +139,9 @@ async def read_body(request: web.Request, *, limit: int, timeout: float) -> byte
         return await asyncio.wait_for(_rest(content, first, limit), timeout)
     except asyncio.TimeoutError:
         raise GatewayError(408, f"the request body took longer than {timeout:g} seconds", close=True) from None
+    except ConnectionError:
+        # Said by the stream a moment before aiohttp cancels the handler: it is a client that left, not a failure.
+        raise asyncio.CancelledError from None
     except web.RequestPayloadError as error:
         raise GatewayError(400, f"the request body is cut or malformed: {error}", close=True) from None
 
