@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from tests.field import fleet
 from tests.field.fleet import CHAT
 from tests.support.gateway import running
-from tests.support.scripted import DONE, RawClient, json_reply, reply
+from tests.support.scripted import DONE, STALL, RawClient, json_reply, reply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+
+    from typing_extensions import Self
 
     from tests.support.gateway import Running
     from tests.support.scripted import RawReply, Recorded, Script, Scripts
@@ -24,14 +27,18 @@ class Engine(fleet.Engine):
     Attributes:
         health: The status line's end that `/health` is answered with.
         plugin: What `/kvroute/capabilities` says; without one, the plugin is not installed.
+        hung: Takes connections and answers nothing any more, probes included.
     """
 
     def __init__(self, script: Scripts, *, plugin: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(script, **options)
         self.health = "200 OK"
         self.plugin = plugin
+        self.hung = False
 
     async def _script(self, request: Recorded) -> Script:
+        if self.hung:
+            return [STALL]
         if request.method == "GET" and request.target == "/health":
             return [reply(status=self.health)]
         if request.method == "GET" and request.target == "/kvroute/capabilities" and self.plugin is not None:
@@ -113,6 +120,28 @@ async def over(
 
 def client_of(gateway: Running, **options: Any) -> RawClient:
     return RawClient(int(gateway.url.rpartition(":")[2]), **options)
+
+
+class BlackHole:
+    """A listener that takes no connection: connecting to it waits until the one who connects gives up.
+
+    Args:
+        port: The port of an engine that was there before, or 0.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._listener, self._filler = socket.socket(), socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", port))
+        self._listener.listen(0)
+        self._filler.connect(self._listener.getsockname())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self._filler.close()
 
 
 async def ask(gateway: Running, body: bytes, target: str = CHAT, **options: Any) -> RawReply:

@@ -87,7 +87,7 @@ async def test_err_02_a_stream_that_breaks_off_is_not_retried_and_not_ended(mode
     seen = asyncio.Event()
     script = [stream_head(), chunk(delta("a")), chunk(delta("b")), seen, end]
     first, second = Engine(script), Engine(script)
-    async with over(**fleet_of(mode, first, second), timeouts__idle_seconds=0.2) as gateway:
+    async with over(**fleet_of(mode, first, second), timeouts__idle_seconds=0.5) as gateway:
         async with client_of(gateway) as client:
             await client.send(target=CHAT, body=STREAMED)
             start = await client.read_until(chunk(delta("b")))
