@@ -139,12 +139,13 @@ def _read_object(text: str, names: frozenset[str], facts: Facts) -> bool:
     facts.cuts += _cuts(members, names)
     kept = [member for member in members if member.key not in names or member.value is None]
     last = {member.key: member.value for member in kept}
-    for member in members:
-        if member.key == HANDLE and member.value is not None:
-            facts.handle = member.text.encode()
     has_usage = choices_empty = False
-    for member in kept:
+    for member in members:
         value = member.value
+        if member.key == HANDLE and value is not None:
+            facts.handle = member.text.encode()
+        if member not in kept:
+            continue
         if member.key == "usage" and isinstance(value, dict):
             has_usage = True
             _usage(value, facts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,25 +60,34 @@ def forward_headers(raw_headers: Iterable[tuple[bytes, bytes]], *, drop: Contain
         raw_headers: Name and value of each field in bytes, such as `request.raw_headers`.
         drop: Further names to leave out, in lower case, such as `b"authorization"`.
     """
-    fields = list(raw_headers)
-    named = {
-        option.strip().lower()
-        for name, value in fields
-        if name.lower() == b"connection"
-        for option in value.split(b",")
-    }
     kept: Headers = []
     seen: set[tuple[bytes, bytes]] = set()
-    for name, value in fields:
-        lower = name.lower()
-        if lower in _NEVER or lower in named or lower in drop:
-            continue
+    named: set[bytes] = set()
+    for name, value in raw_headers:
+        lower = _forwarded(name)
+        if lower is None:
+            if name.lower() == b"connection":
+                named.update(option.strip().lower() for option in value.split(b","))
         # A field that was sent twice with one value (by a client and by a proxy) is still one.
-        if (lower, value) not in seen:
+        elif lower not in drop and (lower, value) not in seen:
             seen.add((lower, value))
             kept.append((name, value))
+    if not named <= _COMMON_OPTIONS:
+        kept = [(name, value) for name, value in kept if name.lower() not in named]
     kept.append((b"Accept-Encoding", b"identity"))
     return kept
+
+
+# Options of `Connection` that name no field that would be forwarded.
+_COMMON_OPTIONS = frozenset({b"", b"close", b"keep-alive", b"te", b"upgrade"})
+
+
+# Clients send the same few names again and again; the bound is for those that do not.
+@lru_cache(maxsize=1024)
+def _forwarded(name: bytes) -> bytes | None:
+    """The name in lower case, or `None` if such a field never goes on."""
+    lower = name.lower()
+    return None if lower in _NEVER else lower
 
 
 def request_head(
@@ -88,22 +99,26 @@ def request_head(
         ValueError: Method, target or a field would not stay in its line.
     """
     line = f"{method} {origin.prefix}{target} HTTP/1.1"
-    if not target.startswith("/") or not line.isascii() or not line.isprintable() or line.count(" ") != 2:
+    if not _REQUEST_LINE.match(line):
         raise ValueError("the request target must be a path with anything unusual in it escaped")
-    parts = [line.encode(), b"\r\nHost: ", origin.authority.encode()]
+    parts = [line.encode(), b"Host: " + origin.authority.encode()]
     for name, value in headers:
-        if not _is_field(name, value):
-            raise ValueError(f"not a header field, or its value has a line end: {name!r}")
-        parts += (b"\r\n", name, b": ", value)
+        if not _is_token(name):
+            raise ValueError(f"not the name of a header field: {name!r}")
+        parts.append(name + b": " + value)
     if body_length or method not in {"GET", "HEAD"}:
-        parts.append(b"\r\nContent-Length: %d" % body_length)
-    parts.append(b"\r\n\r\n")
-    return b"".join(parts)
+        parts.append(b"Content-Length: %d" % body_length)
+    head = b"\r\n".join(parts)
+    breaks = len(parts) - 1
+    if head.count(b"\r") != breaks or head.count(b"\n") != breaks or b"\0" in head:
+        raise ValueError("the value of a header field has a line end in it")
+    return head + b"\r\n\r\n"
 
 
-_TOKEN_GAPS = bytes(range(0x21)) + b'"(),/:;<=>?@[\\]{}' + bytes(range(0x7F, 0x100))
+_REQUEST_LINE = re.compile(r"[A-Z]+ /[!-~]* HTTP/1\.1\Z")
+_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 
 
-def _is_field(name: bytes, value: bytes) -> bool:
-    token = name != b"" and name.translate(None, _TOKEN_GAPS) == name
-    return token and b"\r" not in value and b"\n" not in value and b"\0" not in value
+@lru_cache(maxsize=1024)
+def _is_token(name: bytes) -> bool:
+    return _TOKEN.match(name) is not None
