@@ -324,8 +324,7 @@ proptest! {
 
 #[test]
 fn serde_agrees_on_the_handle() {
-    let handle =
-        json!({"remote_block_ids": [[1, 2]], "remote_host": "10.0.0.9", "t": 2856.5});
+    let handle = json!({"remote_block_ids": [[1, 2]], "remote_host": "10.0.0.9", "t": 2856.5});
     let body =
         json!({"choices": [{"finish_reason": "stop"}], "kv_transfer_params": handle}).to_string();
     let (shown, facts) =
