@@ -106,30 +106,32 @@ def _forces_a_tool(choice: bytes | None) -> bool:
 # Taken out of every leg: the gateway's own member, and members by which a client could name addresses.
 OWNED = ("conversation_id", "ec_transfer_params")
 
+# Each API's own cap is set to one token; the other APIs' names for it are dropped, since nothing says that an engine
+# ignores them for ever.
 RECIPES: dict[Api, Recipe] = {
     "chat": Recipe(
         "chat",
         set={"stream": b"false", "max_tokens": b"1", "n": b"1"},
-        drop=(*OWNED, *_OUTPUT, "max_completion_tokens"),
+        drop=(*OWNED, *_OUTPUT, "max_completion_tokens", "max_output_tokens"),
         no_tool=b'"none"',
     ),
     "completions": Recipe(
         "completions",
         set={"stream": b"false", "max_tokens": b"1", "n": b"1"},
-        drop=(*OWNED, *_OUTPUT),
+        drop=(*OWNED, *_OUTPUT, "max_completion_tokens", "max_output_tokens"),
         no_tool=b'"none"',
     ),
     "responses": Recipe(
         "responses",
         # store: a response object kept on the prefill engine would be found by nobody.
         set={"stream": b"false", "max_output_tokens": b"1", "store": b"false"},
-        drop=(*OWNED, *_OUTPUT, "n", "text", "include", "max_tool_calls"),
+        drop=(*OWNED, *_OUTPUT, "max_tokens", "max_completion_tokens", "n", "text", "include", "max_tool_calls"),
         no_tool=b'"none"',
     ),
     "messages": Recipe(
         "messages",
         set={"stream": b"false", "max_tokens": b"1"},
-        drop=(*OWNED, *_OUTPUT, "n", "stop_sequences"),
+        drop=(*OWNED, *_OUTPUT, "max_completion_tokens", "max_output_tokens", "n", "stop_sequences"),
         no_tool=b'{"type":"none"}',
     ),
 }
