@@ -60,6 +60,7 @@ class Metrics:
         )
         self.prefill_retries = counter("pd_prefill_retries", "Prefill legs that were run again.", "reason")
         self.handoffs = counter("pd_handoffs", "Hand-offs from prefill to decode.", "outcome")
+        self.releases = counter("pd_releases", "Hand-offs nobody took whose release was asked of an engine.", "outcome")
         self.reuse = counter("kv_reuse", "Turns by what became of the decode engine's KV.", "outcome", "reason")
         self.reuse_tokens = counter(
             "kv_reuse_tokens",

@@ -17,7 +17,7 @@ from .engines import DECODE, PREFILL, EngineError, running
 _STORY = (
     "Tell me a long story about a gateway that remembers where the tokens of each conversation lie, and about the two "
     "engines behind it: one reads every prompt from its first word, the other writes every answer to its last. One day "
-    "the writer said to the reader: you need not read again what I still hold; come and take it from me, block by block."
+    "the writer said to the reader: you need not read again what I still hold; take it from me, block by block."
 )
 
 
@@ -53,7 +53,8 @@ The model is random: it answers noise, the same noise for the same history. Past
   url=http://127.0.0.1:{port}
   story='{{"role": "user", "content": "{_STORY}"}}'
   ask() {{ curl -s $url/v1/chat/completions -H 'Content-Type: application/json' -d \\
-    '{{"model": "{model.SERVED_NAME}", "temperature": 0, "max_tokens": 60, "conversation_id": "demo", "messages": ['"$1"']}}'; }}
+    '{{"model": "{model.SERVED_NAME}", "temperature": 0, "max_tokens": 60,
+      "conversation_id": "demo", "messages": ['"$1"']}}'; }}
 
   # turn 1
   ask "$story" | tee turn1.json

@@ -237,3 +237,28 @@ async def test_client_parameters_are_policy_at_most(prefill, decode, client):
         assert "ec_transfer_params" not in call.body
     assert prefill.calls[0].params["max_load_tokens"] == 0
     assert "max_load_tokens" not in decode.calls[0].params
+
+
+async def test_a_hand_off_that_no_decode_engine_takes_is_released_through_another_engine(prefill, decode, client):
+    async with (
+        FakeEngine("prefill", name="p2") as other,
+        running(prefill=[prefill.url, other.url], decode=[decode.url]) as gateway,
+    ):
+        await decode.stop()
+        async with client.post(gateway.url + "/v1/chat/completions", json={"model": "m", "messages": []}) as answer:
+            assert answer.status == 503
+        await until(lambda: gateway.metric("kvroute_pd_releases_total", outcome="sent") == 1)
+
+        assert gateway.metric("kvroute_pd_handoffs_total", outcome="abandoned") == 1
+        (ran,) = [engine for engine in (prefill, other) if not engine.released]
+        (through,) = [engine for engine in (prefill, other) if engine is not ran]
+        assert through.released == [f"{ran.name}-1"]
+
+
+async def test_without_another_engine_an_abandoned_hand_off_waits_out_its_lease(prefill, decode, client):
+    async with running(prefill=[prefill.url], decode=[decode.url]) as gateway:
+        await decode.stop()
+        async with client.post(gateway.url + "/v1/chat/completions", json={"model": "m", "messages": []}) as answer:
+            assert answer.status == 503
+        assert gateway.metric("kvroute_pd_releases_total", outcome="no_engine") == 1
+        assert len(prefill.calls) == 1

@@ -61,6 +61,7 @@ class FakeEngine:
         self.faults: list[str] = []
         self.spent: set[str] = set()
         self.freed: list[str] = []
+        self.released: list[str] = []
         self.running = 0
         self.stream_gap: asyncio.Event | None = None  # a stream waits here after its first event
         self.override: Callable[[Call, web.Request], Awaitable[web.StreamResponse | None]] | None = None
@@ -175,6 +176,11 @@ class FakeEngine:
         body = call.body
         prompt = words(body)
         params = call.params
+        if body.get("model", self.model) != self.model:
+            # Refused before it is scheduled: the holder of the hand-off is told to free its blocks.
+            if params is not None and params.get("do_remote_prefill"):
+                self.released.append(params["remote_request_id"])
+            return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
         returned = None
         if params is not None:
             returned = self._prefill(call, params, prompt) if params.get("do_remote_decode") else None

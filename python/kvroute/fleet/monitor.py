@@ -7,6 +7,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kvroute.aio import timeout
 from kvroute.fleet.probe import Probe
 from kvroute.upstream import Timeouts, UpstreamError
 
@@ -68,9 +69,9 @@ class Monitor:
     async def first_round(self) -> None:
         """Return when every engine was probed once, or at the latest after one probe's time limit."""
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(
-                asyncio.gather(*(event.wait() for event in self._first.values())), 5 * self._settings.timeout_seconds
-            )
+            async with timeout(5 * self._settings.timeout_seconds):
+                for event in self._first.values():
+                    await event.wait()
 
     def suspect(self, endpoint: Endpoint, error: UpstreamError) -> None:
         """A request failed: a refused connection takes the engine out at once, anything else has it probed now."""
@@ -94,7 +95,8 @@ class Monitor:
                 _log.exception("probe of %s failed", endpoint.url)
             self._first[endpoint.url].set()
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(wake.wait(), self._settings.interval_seconds)
+                async with timeout(self._settings.interval_seconds):
+                    await wake.wait()
 
     async def _round(self, endpoint: Endpoint, *, refresh: bool) -> None:
         status = await self._probe.health(endpoint)

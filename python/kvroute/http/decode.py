@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from typing import TYPE_CHECKING
 
 from kvroute._core import Edits
 from kvroute.http.errors import GatewayError
+from kvroute.http.release import release
 from kvroute.kv.conversations import Held
 from kvroute.kv.params import decode_params, read_handle
 from kvroute.kv.recipes import OWNED
@@ -60,12 +62,24 @@ class DecodeLeg:
                             self._handoff = None
                             raise self._gateway.answer_for(error) from None
                         last = error
-        finally:
-            if self._handoff is not None:
-                self._gateway.metrics.handoffs.labels("abandoned").inc()
+        except asyncio.CancelledError:
+            # The client left. If the request was on its way, closing it has the engine free the blocks; whether it was
+            # is
+            # not known here, and a release beside a read would free blocks under it.
+            self._abandon(free=False)
+            raise
+        self._abandon(free=True)
         if last is not None:
             raise self._gateway.answer_for(last)
         raise GatewayError(503, "no healthy decode engine can serve this request now", retry_after=1)
+
+    def _abandon(self, *, free: bool) -> None:
+        if self._handoff is None or self._prefilled.endpoint is None:
+            return
+        self._gateway.metrics.handoffs.labels("abandoned").inc()
+        if free:
+            release(self._gateway, self._handoff, self._prefilled.endpoint)
+        self._handoff = None
 
     async def _on(self, endpoint: Endpoint) -> web.StreamResponse:
         gateway, incoming = self._gateway, self._incoming

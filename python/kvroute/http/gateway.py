@@ -105,7 +105,7 @@ class Gateway:
         tenant = self.authenticator.tenant(request.headers)
         self._check_route(request, path)
         server = self.settings.server
-        raw = await read_body(request, limit=server.max_body_bytes, timeout=server.body_timeout_seconds)
+        raw = await read_body(request, limit=server.max_body_bytes, seconds=server.body_timeout_seconds)
         api = APIS.get(path)
         # Forms with media pass unread. Anything that an engine could take for a JSON object is read whatever its type
         # says, or a client's

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvroute._core import Body, BodyError
+from kvroute.aio import timeout
 from kvroute.http.errors import GatewayError
 from kvroute.kv.params import ParamsError, Policy, client_policy
 from kvroute.upstream import forward_headers
@@ -116,11 +117,11 @@ def child_trace(values: list[str]) -> bytes | None:
     return f"00-{trace}-{secrets.token_hex(8)}-{flags}".encode()
 
 
-async def read_body(request: web.Request, *, limit: int, timeout: float) -> bytes:
+async def read_body(request: web.Request, *, limit: int, seconds: float) -> bytes:
     """The whole body.
 
     Raises:
-        GatewayError: 413 when it is larger than ``limit`` bytes, 408 when it took longer than ``timeout`` seconds, 400
+        GatewayError: 413 when it is larger than ``limit`` bytes, 408 when it took longer than ``seconds``, 400
             when it is cut.
         asyncio.CancelledError: When the client left before its end.
     """
@@ -136,9 +137,10 @@ async def read_body(request: web.Request, *, limit: int, timeout: float) -> byte
             raise _too_large(limit)
         return first
     try:
-        return await asyncio.wait_for(_rest(content, first, limit), timeout)
+        async with timeout(seconds):
+            return await _rest(content, first, limit)
     except asyncio.TimeoutError:
-        raise GatewayError(408, f"the request body took longer than {timeout:g} seconds", close=True) from None
+        raise GatewayError(408, f"the request body took longer than {seconds:g} seconds", close=True) from None
     except ConnectionError:
         # Said by the stream a moment before aiohttp cancels the handler: it is a client that left, not a failure.
         raise asyncio.CancelledError from None

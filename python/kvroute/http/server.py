@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from kvroute.aio import timeout
 from kvroute.http.admin import Admin
 from kvroute.http.gateway import Gateway
 
@@ -86,7 +87,8 @@ async def drain(gateway: Gateway, force: asyncio.Event) -> bool:
         if left <= 0:
             break
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(force.wait(), min(0.05, left))
+            async with timeout(min(0.05, left)):
+                await force.wait()
     return gateway.running == 0
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvroute.aio import timeout
 
 from .connection import Connection
 from .errors import UpstreamError
 from .exchange import Exchange
 from .headers import request_head
 from .origin import Origin, Timeouts, tls_context
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:  # aiohttp brings it there
-    from async_timeout import timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
