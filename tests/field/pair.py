@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from tests.field import fleet
-from tests.field.fleet import CHAT
+from tests.field.fleet import CHAT, KVP
 from tests.support.gateway import running
-from tests.support.scripted import DONE, STALL, RawClient, json_reply, reply
+from tests.support.scripted import STALL, RawClient, json_reply, reply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -27,6 +27,7 @@ class Engine(fleet.Engine):
     Attributes:
         health: The status line's end that `/health` is answered with.
         plugin: What `/kvroute/capabilities` says; without one, the plugin is not installed.
+        models: The names that `/v1/models` lists.
         hung: Takes connections and answers nothing any more, probes included.
     """
 
@@ -34,6 +35,7 @@ class Engine(fleet.Engine):
         super().__init__(script, **options)
         self.health = "200 OK"
         self.plugin = plugin
+        self.models = ["m"]
         self.hung = False
 
     async def _script(self, request: Recorded) -> Script:
@@ -43,6 +45,8 @@ class Engine(fleet.Engine):
             return [reply(status=self.health)]
         if request.method == "GET" and request.target == "/kvroute/capabilities" and self.plugin is not None:
             return [json_reply(json.dumps(self.plugin).encode())]
+        if request.method == "GET" and request.target == "/v1/models":
+            return [json_reply(json.dumps({"data": [{"id": name} for name in self.models]}).encode())]
         return await super()._script(request)
 
 
@@ -97,6 +101,20 @@ def asks(request: Recorded) -> dict[str, Any]:
     """The transfer parameters that an engine got; empty when it got none."""
     found: dict[str, Any] = json.loads(request.body).get("kv_transfer_params") or {}
     return found
+
+
+def reading(request: Recorded) -> Script:
+    """A prefill engine that finds every token of a handle in its prompt."""
+    report = b""
+    if asks(request).get("remote_block_ids"):
+        report = b',"kvroute_reuse":{"claimed":48,"verified":48,"outcome":"hit","reason":"ok"}'
+    return [json_reply(b'{"id":"p","choices":[],"kv_transfer_params":%b%b}}' % (KVP[:-1], report))]
+
+
+def sent(prefill: Engine) -> list[str | None]:
+    """The handle that each prefill run got to read, by name."""
+    params = [asks(call) for call in prefill.calls]
+    return [p.get("remote_request_id") if p.get("remote_num_tokens") else None for p in params]
 
 
 @asynccontextmanager
@@ -158,6 +176,3 @@ def total(gateway: Running, name: str, **labels: str) -> float:
         for sample in metric.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
-
-
-__all__ = ["DONE", "Engine", "answered", "ask", "asks", "client_of", "handle", "over", "plugin", "total"]
