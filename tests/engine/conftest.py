@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from . import environment, model
-from .engines import DECODE, PREFILL, UNIDIRECTIONAL, UNVERIFIED, Engine, EngineSpec, running
+from .engines import (
+    DECODE,
+    PREFILL,
+    START_DEADLINE_SECONDS,
+    UNIDIRECTIONAL,
+    UNVERIFIED,
+    Engine,
+    EngineSpec,
+    launch,
+    running,
+)
 from .legs import turn
 
 if TYPE_CHECKING:
@@ -67,6 +79,14 @@ class Pool:
             started = self._stack.enter_context(running(missing, self.python, path, LOGS))
             self._running.update(zip(missing, started, strict=True))
         return [self._running[spec] for spec in specs]
+
+    def restart(self, engine: Engine) -> None:
+        """Start a stopped engine again at its address, as another process."""
+        # The name decides the NIXL engine id, which is another one in every start where an operator sets none.
+        spec = replace(engine.spec, name=engine.spec.name + "-again", port=int(engine.url.rpartition(":")[2]))
+        again = launch(spec, self.python, model.ensure(self.python), LOGS)
+        engine.process, engine.log = again.process, again.log
+        engine.wait_ready(time.monotonic() + START_DEADLINE_SECONDS)
 
 
 @pytest.fixture(scope="session")
