@@ -55,8 +55,7 @@ class Fleet:
         """Healthy engines of a role that serve the model, the best first.
 
         The first is the policy's choice; the rest are where a failed connection goes next. Ties are spread by rotation,
-        per role and
-        model, so that interleaved models do not share one counter.
+        per role and model, so that interleaved models do not share one counter.
         """
         candidates = [
             endpoint

@@ -30,11 +30,9 @@ class Monitor:
     """Probes the fleet until closed.
 
     An engine takes part from its first good probe on. It leaves after ``failures_to_remove`` failed probes in a row, or
-    at once when a
-    connection is refused. Whenever it leaves, or its instance id changes, its epoch grows: KV handles of the old epoch
-    are dead. That
-    this notices every restart rests on ``interval_seconds`` being shorter than an engine's start, which takes many
-    seconds.
+    at once when a connection is refused. Whenever it leaves, or its instance id changes, its epoch grows: KV handles of
+    the old epoch are dead. That this notices every restart rests on ``interval_seconds`` being shorter than an engine's
+    start, which takes many seconds.
     """
 
     def __init__(

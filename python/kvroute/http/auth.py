@@ -28,8 +28,8 @@ class Authenticator:
     depend on the key.
 
     A key comes as ``Authorization: Bearer KEY``, or as ``x-api-key: KEY`` as Anthropic clients send it. Only an exact
-    match passes.
-    Without configured keys everyone may call, and the tenant is whatever credential the client presents to the engines.
+    match passes. Without configured keys everyone may call, and the tenant is whatever credential the client presents
+    to the engines.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:

@@ -64,8 +64,7 @@ class DecodeLeg:
                         last = error
         except asyncio.CancelledError:
             # The client left. If the request was on its way, closing it has the engine free the blocks; whether it was
-            # is
-            # not known here, and a release beside a read would free blocks under it.
+            # is not known here, and a release beside a read would free blocks under it.
             self._abandon(free=False)
             raise
         self._abandon(free=True)

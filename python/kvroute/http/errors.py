@@ -1,8 +1,8 @@
 """Errors that the gateway itself answers, in the shape of the API that was called.
 
 The OpenAI shape is ``{"error": {"message", "type", "param", "code"}}`` with the HTTP status as code, as vLLM writes it;
-``/v1/messages``
-answers in Anthropic's shape. An engine's own errors never pass here: they reach the client as they are.
+``/v1/messages`` answers in Anthropic's shape. An engine's own errors never pass here: they reach the client as they
+are.
 """
 
 from __future__ import annotations

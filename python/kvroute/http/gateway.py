@@ -108,8 +108,7 @@ class Gateway:
         raw = await read_body(request, limit=server.max_body_bytes, seconds=server.body_timeout_seconds)
         api = APIS.get(path)
         # Forms with media pass unread. Anything that an engine could take for a JSON object is read whatever its type
-        # says, or a client's
-        # own transfer parameters would get through.
+        # says, or a client's own transfer parameters would get through.
         reads = api is not None or path in SINGLE or raw.lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"{")
         body, policy = scan_body(raw) if reads else (None, Policy())
         if policy.stripped:

@@ -96,8 +96,7 @@ def request_ids(request: web.Request) -> tuple[str, str]:
     """The id for the client and the id for the engines.
 
     A client's own id goes back to it. Engines use ids as keys, and clients may send one id twice at a time, so what
-    engines see gets a
-    random part.
+    engines see gets a random part.
     """
     given = request.headers.get("X-Request-Id", "")
     suffix = secrets.token_hex(8)

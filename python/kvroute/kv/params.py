@@ -1,10 +1,8 @@
 """The one owner of ``kv_transfer_params``: builds the member for each leg, and reads it from replies.
 
 Raw JSON text goes through unparsed wherever possible, so that members of later vLLM releases and large numbers survive.
-The traps this
-module exists for are listed in vLLM's contract: a policy member without a hand-off flag leaks blocks on a bidirectional
-engine, a block
-list without its addresses hangs the request, a client's address lets it dial any host.
+The traps this module exists for are listed in vLLM's contract: a policy member without a hand-off flag leaks blocks on
+a bidirectional engine, a block list without its addresses hangs the request, a client's address lets it dial any host.
 """
 
 from __future__ import annotations
@@ -135,8 +133,7 @@ def read_handle(raw: bytes | None, *, from_decode: bool) -> Handle | None:
     Args:
         raw: The JSON object, or None.
         from_decode: Whether the decode engine returned it (it must then say ``do_remote_decode``), or the prefill
-            engine
-            (``do_remote_prefill``).
+            engine (``do_remote_prefill``).
     """
     if raw is None:
         return None

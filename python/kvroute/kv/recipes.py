@@ -1,13 +1,11 @@
 """The prefill leg's body: what is set, what is dropped, per API. Everything not named is kept, byte for byte.
 
 The rule (contract, section 2): a one-token, non-streaming run of the same prompt. Members that shape only the output
-are dropped, because
-several make a one-token run fail (``min_tokens``, ``stream_options``, forced tool calls, grammars); members that shape
-the prompt
-(``tools``, ``chat_template``, ``chat_template_kwargs``, ``reasoning_effort``, ``documents``, ``cache_salt``, ``model``,
+are dropped, because several make a one-token run fail (``min_tokens``, ``stream_options``, forced tool calls,
+grammars); members that shape the prompt (``tools``, ``chat_template``, ``chat_template_kwargs``, ``reasoning_effort``,
+``documents``, ``cache_salt``, ``model``,
 ``mm_processor_kwargs``, ``add_generation_prompt``, ``continue_final_message``, ``truncate_prompt_tokens`` …) stay,
-because prefill and
-decode must see the same tokens.
+because prefill and decode must see the same tokens.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ class Plan:
 
     Attributes:
         mode: ``aggregated``: one engine of role both; ``disaggregated``: prefill, then decode; ``whole_on_decode``: a
-            decode engine does
-            both, which is right and not fast.
+            decode engine does both, which is right and not fast.
         targets: Engines for the decode leg or the whole request, the chosen one first; empty when none is healthy.
         prefills: Engines for the prefill leg, the chosen one first; empty unless disaggregated.
         reason: Why a disaggregated fleet serves the request whole; None otherwise.

@@ -1,9 +1,8 @@
 """Whether a conversation's decode handle may go to a prefill engine: the gateway's half of "correctness fails closed".
 
 The engines compare the tokens; the gateway makes sure that only engines that do so ever see a handle, that no handle
-outlives the engine
-run it belongs to, and that a handle which will not be read is discarded in the one way that frees the decode engine's
-blocks.
+outlives the engine run it belongs to, and that a handle which will not be read is discarded in the one way that frees
+the decode engine's blocks.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ class Decision:
 
     Attributes:
         action: ``read``: the prefill engine gets it; ``discard``: it gets it with no token counted, so that the decode
-            engine frees its
-            blocks; ``drop``: it is sent nowhere, because nobody could act on it rightly, and the decode engine's own
-            deadline frees them.
+            engine frees its blocks; ``drop``: it is sent nowhere, because nobody could act on it rightly, and the
+            decode engine's own deadline frees them.
         reason: For the metric; ``ok`` when read.
     """
 
