@@ -7,6 +7,7 @@ import click
 from kvroute import __version__
 from kvroute.cli.check import check
 from kvroute.cli.serve import serve
+from kvroute.cli.sim import sim
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -17,5 +18,6 @@ def main() -> None:
 
 main.add_command(serve)
 main.add_command(check)
+main.add_command(sim)
 
 __all__ = ["main"]

@@ -1,0 +1,201 @@
+"""NixlConnector's scheduler side: what a request may read, when, and what it leaves for the next leg.
+
+Follows ``NixlPullConnectorScheduler`` of vLLM 0.32.0 step by step, with its faults: parameters that kill the engine or
+make a request wait for ever do so here, and are noted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from kvroute.sim.transfer import ADDRESS, EXPIRY_SLACK_SECONDS, Agent, Fabric, Read, TransferError
+
+if TYPE_CHECKING:
+    from kvroute.sim.clock import Clock
+    from kvroute.sim.config import EngineSpec
+    from kvroute.sim.plugin import Plugin
+    from kvroute.sim.sequence import Finish, Sequence
+
+log = logging.getLogger("kvroute.sim")
+
+
+class EngineDeadError(Exception):
+    """What makes vLLM's EngineCore die; the message is the assertion's."""
+
+
+class Connector:
+    """One engine rank's NixlConnector."""
+
+    agent: Agent
+
+    def __init__(self, spec: EngineSpec, agent: Agent, fabric: Fabric, plugin: Plugin, clock: Clock) -> None:
+        self.spec = spec
+        self.agent = agent
+        self.plugin = plugin
+        self.reads = 0
+        self.failed_reads = 0
+        self.bytes_read = 0
+        self._fabric = fabric
+        self._clock = clock
+
+    def accept(self, sequence: Sequence) -> None:
+        """A decode engine took a request: heartbeats keep the prefill engine's blocks from here on."""
+        self._heartbeat(sequence, start=True)
+
+    def _heartbeat(self, sequence: Sequence, *, start: bool) -> None:
+        params = sequence.params or {}
+        if not params.get("do_remote_prefill") or not all(name in params for name in ADDRESS):
+            return
+        try:
+            self._fabric.dial(params).heartbeat(params["remote_request_id"], start=start)
+        except TransferError:
+            return
+
+    def match(self, sequence: Sequence, local_tokens: int) -> int:
+        """Tokens that can be read beyond the ``local_tokens`` of the local cache (``get_num_new_matched_tokens``)."""
+        if not sequence.params:
+            return 0
+        self.plugin.before_match(sequence)
+        params = sequence.params
+        if params.get("do_remote_prefill"):
+            count = sequence.prompt_tokens - local_tokens
+            if count > 0:
+                return count if self.plugin.seal_holds(sequence, sequence.prompt_tokens) else 0
+        if (
+            params.get("do_remote_decode")
+            and params.get("remote_block_ids")
+            and all(name in params for name in ADDRESS)
+        ):
+            count = min(params.get("remote_num_tokens") or 0, sequence.prompt_tokens) - local_tokens
+            if count >= max(self.spec.recompute_threshold, 1):
+                sequence.pulled = count
+                return count
+        return 0
+
+    def start(self, sequence: Sequence, external: int) -> Read | None:
+        """Blocks were allocated: start the read (``update_state_after_alloc`` and the worker's ``_read_blocks``).
+
+        Returns:
+            The read, or None: nothing is read, or the request waits for ever (``external`` is then not 0).
+
+        Raises:
+            EngineDeadError: For parameters that kill the engine.
+            TransferError: When the read is declined or nobody is there.
+        """
+        params = sequence.params
+        if not params:
+            return None
+        wanted = params.get("do_remote_prefill") or (
+            params.get("do_remote_decode") and self.spec.bidirectional and not sequence.processed
+        )
+        if not wanted:
+            return None
+        read = None
+        try:
+            if not params.get("remote_block_ids"):
+                if external:
+                    raise EngineDeadError("assert num_external_tokens == 0: do_remote_prefill without remote_block_ids")
+            elif all(name in params for name in ADDRESS):
+                read = self._read(sequence, params, external)
+            else:
+                log.warning("invalid KVTransferParams, the request will not utilize KVTransfer: %s", sorted(params))
+        finally:
+            if params.get("do_remote_prefill"):
+                self._heartbeat(sequence, start=False)
+            params["do_remote_prefill"] = False
+            sequence.processed = True
+        return read
+
+    def _read(self, sequence: Sequence, params: dict[str, Any], external: int) -> Read | None:
+        local = [block for block in sequence.blocks if block.hash is None] if external else []
+        now = self._clock.now()
+        source = self._fabric.dial(params)
+        if not local:
+            source.done(params["remote_request_id"])  # a full hit: the holder is told, nothing moves
+            return None
+        deadline = params.get("remote_blocks_expiry_time")
+        if self.spec.bidirectional and deadline is not None and now >= deadline - EXPIRY_SLACK_SECONDS:
+            self.agent.expired += 1
+            raise TransferError("declining expired remote read")
+        remote = [block for group in params["remote_block_ids"] for block in group]
+        if len(remote) < len(local):
+            raise EngineDeadError(f"assert num_local_blocks <= num_remote_blocks: {len(local)} > {len(remote)}")
+        remote = remote[-len(local) :]
+        if not all(type(block) is int and 0 <= block < len(source.pool.blocks) for block in remote):
+            raise TransferError("remote block ids out of range")
+        size = len(local) * self.spec.block_size * self.spec.costs.kv_bytes_per_token
+        self.bytes_read += size
+        # Both ends carry it: the busier one decides.
+        ready = max(self.agent.link.send(size, now), source.link.send(size, now))
+        # The reader's worker keeps the lease alive until the read is over.
+        source.heartbeat(params["remote_request_id"], start=True)
+        return Read(source, params["remote_request_id"], local, remote, ready)
+
+    def finish_read(self, read: Read) -> None:
+        """End a read.
+
+        Raises:
+            TransferError: When it failed.
+        """
+        try:
+            read.finish()
+        except TransferError:
+            self.failed_reads += 1
+            read.source.heartbeat(read.request_id, start=False)
+            raise
+        self.reads += 1
+
+    def finished(self, sequence: Sequence, reason: Finish) -> tuple[bool, dict[str, Any] | None]:
+        """What a finished request leaves (``request_finished``).
+
+        Returns:
+            Whether its blocks stay held, and the parameters for the next leg.
+        """
+        params = sequence.params
+        if not params:
+            return False, None
+        if params.get("do_remote_prefill"):
+            # Never scheduled: the holder is told, so that its blocks do not wait out their lease.
+            self._heartbeat(sequence, start=False)
+            self.release_remote(params)
+            params["do_remote_prefill"] = False
+            return False, None
+        prefill = bool(params.get("do_remote_decode"))
+        if (not prefill and not self.spec.bidirectional) or reason not in ("stop", "length"):
+            return False, None
+        if not self.plugin.wants_hold(sequence):
+            return False, None
+        # Without a flag the worker never learns of the request, and nothing ever frees its blocks.
+        forgotten = not prefill and not sequence.processed
+        seconds = math.inf if forgotten else self.spec.lease_seconds if prefill else self.spec.hold_seconds
+        deadline = self.agent.hold(sequence.request_id, sequence.blocks, seconds)
+        handle: dict[str, Any] = {
+            "do_remote_prefill": prefill,
+            "do_remote_decode": not prefill,
+            "remote_block_ids": [[block.id for block in sequence.blocks]],
+            "remote_engine_id": self.agent.engine_id,
+            "remote_request_id": sequence.request_id,
+            "remote_host": self.agent.host,
+            "remote_port": self.agent.port,
+            "tp_size": self.spec.tp_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": sequence.computed,
+            "remote_blocks_expiry_time": None if prefill or forgotten else deadline,
+            "transfer_mode": "pull",
+        }
+        if prefill:
+            handle["remote_prefill_cached_tokens"] = sequence.cached_tokens
+        self.plugin.after_finish(sequence, handle)
+        return True, handle
+
+    def release_remote(self, params: dict[str, Any]) -> None:
+        """Tell a holder that nobody will read: of requests that were refused before they were scheduled."""
+        if not all(name in params for name in ADDRESS):
+            return
+        try:
+            self._fabric.dial(params).done(params["remote_request_id"])
+        except TransferError:
+            return

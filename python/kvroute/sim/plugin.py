@@ -1,0 +1,145 @@
+"""kvroute's engine plugin in a simulated engine: its own digests and decisions, on the simulator's requests.
+
+The wrapping of vLLM's classes (``kvroute.vllm_plugin.scheduler``) needs vLLM; what it wraps them with does not, and is
+called here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import kvroute
+from kvroute.vllm_plugin.digests import SCHEME, PrefixDigests, encode_keys, prefix_digests, write_record, write_seal
+from kvroute.vllm_plugin.reuse import EngineShape, Verdict, decide, is_handle
+
+if TYPE_CHECKING:
+    from kvroute.sim.config import EngineSpec
+    from kvroute.sim.sequence import Sequence
+
+
+class Plugin:
+    """The plugin inside one engine.
+
+    Args:
+        spec: The engine.
+        active: False when the engine runs without it: every method then does nothing.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.active = spec.plugin and spec.has_nixl
+        self._spec = spec
+        self._shape = EngineShape(
+            block_size=spec.block_size,
+            groups=1,
+            trimmable=True,
+            readable=True,
+            min_tokens=spec.recompute_threshold,
+            notifies=spec.bidirectional,
+        )
+
+    def digests(self, sequence: Sequence, tokens: int, block_size: int) -> PrefixDigests:
+        """Digests of a sequence's first ``tokens`` tokens."""
+        extra = {0: encode_keys(sequence.extra_keys)} if sequence.extra_keys else None
+        return prefix_digests(sequence.tokens[:tokens], block_size, extra)
+
+    def before_match(self, sequence: Sequence) -> None:
+        """On a prefill engine: check a decode engine's handle before the connector believes it."""
+        params = sequence.params
+        if not self.active or not is_handle(params):
+            return
+        assert params is not None
+        if sequence.processed:
+            # Preempted after its read: the connector would count the handle again and never start a second read.
+            sequence.params = params | {"remote_num_tokens": 0}
+            return
+        if sequence.verdict is not None:
+            return
+        if not self._spec.verify:
+            count = params.get("remote_num_tokens") or 0
+            sequence.verdict = Verdict("unverified", "verification_off", count, 0, dict(params))
+            return
+        sequence.verdict = decide(
+            params,
+            sequence.prompt_tokens,
+            self._shape,
+            lambda tokens: self.digests(sequence, tokens, self._spec.block_size),
+        )
+        sequence.params = sequence.verdict.params
+
+    def seal_holds(self, sequence: Sequence, tokens: int) -> bool:
+        """On a decode engine: whether the prefill engine computed this very prompt."""
+        seal = (sequence.params or {}).get("kvroute_prompt")
+        if not self.active or not self._spec.verify or seal is None:
+            return True
+        if sequence.seal_holds is None:
+            try:
+                sequence.seal_holds = seal == write_seal(self.digests(sequence, tokens, seal["block_size"]))
+            except (TypeError, KeyError, ValueError):
+                sequence.seal_holds = False
+        return sequence.seal_holds
+
+    def wants_hold(self, sequence: Sequence) -> bool:
+        """False when the gateway says that nobody will come back for a decode engine's blocks."""
+        params = sequence.params or {}
+        return not (self.active and params.get("kvroute_hold") is False and not params.get("do_remote_decode"))
+
+    def after_finish(self, sequence: Sequence, handle: dict[str, Any]) -> None:
+        """Add digests and the report on what was read to what a finished request returns."""
+        if not self.active:
+            return
+        verdict = sequence.verdict
+        if verdict is not None:
+            handle["kvroute_reuse"] = {
+                "claimed": verdict.claimed,
+                "verified": verdict.verified,
+                "pulled": sequence.pulled,
+                "outcome": verdict.outcome,
+                "reason": verdict.reason,
+            }
+        tokens = min(len(sequence.tokens) - 1, sequence.computed, handle["remote_num_tokens"])
+        if tokens > 0:
+            digests = self.digests(sequence, tokens, self._spec.block_size)
+            if handle["do_remote_decode"]:
+                handle["kvroute"] = write_record(digests, 1)
+            else:
+                handle["kvroute_prompt"] = write_seal(digests)
+
+    def capabilities(self, instance: str, engine_ids: list[str]) -> dict[str, Any]:
+        """What ``GET /kvroute/capabilities`` answers, as `kvroute.vllm_plugin.endpoint.describe` writes it."""
+        spec = self._spec
+        nixl = spec.has_nixl
+        off: dict[str, str] = {}
+        if not nixl:
+            reason = "the engine runs with connector None, not one of NixlConnector, NixlPullConnector"
+            off = dict.fromkeys(("export_digests", "verify_digests", "hold"), reason)
+        elif not spec.bidirectional:
+            reason = "bidirectional_kv_xfer is not set in kv_connector_extra_config"
+            off = dict.fromkeys(("export_digests", "verify_digests"), reason)
+        if nixl and not spec.verify:
+            off["verify_digests"] = "KVROUTE_UNSAFE_SKIP_VERIFICATION=1: handles are believed, text may be WRONG"
+        role = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[spec.role]
+        return {
+            "kvroute": kvroute.__version__,
+            "vllm": spec.version,
+            "instance": instance,
+            "engine_id": engine_ids[0] if nixl and len(engine_ids) == 1 else None,
+            "engine_ids": engine_ids if nixl else [],
+            "block_size": spec.block_size,
+            "kv_groups": None,
+            "prefix_caching": spec.prefix_caching,
+            "connector": "NixlConnector" if nixl else None,
+            "kv_role": role if nixl else None,
+            "bidirectional_kv_xfer": nixl and spec.bidirectional,
+            "kv_recompute_threshold": spec.recompute_threshold,
+            "decoder_kv_blocks_ttl": spec.hold_seconds,
+            "kv_lease_duration": spec.lease_seconds,
+            "kv_load_failure_policy": spec.load_failure if nixl else None,
+            "dcp_size": 1,
+            "tp_size": spec.tp_size,
+            "dp_size": spec.dp_size,
+            "scheme": SCHEME,
+            "features": {
+                name: name not in off for name in ("stream_params", "export_digests", "verify_digests", "hold")
+            },
+            "off": off,
+        }

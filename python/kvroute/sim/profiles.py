@@ -1,0 +1,56 @@
+"""What things cost: the time model of an engine, and named profiles of published setups."""
+
+from __future__ import annotations
+
+import dataclasses
+
+MIB = 2**20
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Profile:
+    """The costs of one engine, in seconds, bytes and tokens.
+
+    A step that prefills ``n`` tokens at context ``c`` and decodes ``b`` sequences over ``k`` tokens of context takes
+    ``step + n * prefill_token + n * (c + n / 2) * prefill_context + b * decode_sequence + k * decode_context``.
+
+    Attributes:
+        step_seconds: Fixed cost of a step: launch, weights read once.
+        request_seconds: Fixed cost of a request before its first step: HTTP, template, tokenizer, scheduling.
+        prefill_token_seconds: Per prompt token.
+        prefill_context_seconds: Per prompt token and token of context before it (attention).
+        decode_sequence_seconds: Per decoding sequence in a step.
+        decode_context_seconds: Per token of context of a decoding sequence in a step (KV read).
+        kv_bytes_per_token: Size of one token's KV, all layers, all ranks.
+        transfer_setup_seconds: Of a NIXL read between engines.
+        transfer_bytes_per_second: Bandwidth of an engine's link to its peers.
+        cpu_bytes_per_second: Of the link between GPU and CPU memory, per engine.
+        storage_bytes_per_second: Of the storage tier, shared by the engines of one node.
+        storage_setup_seconds: Per load from storage.
+    """
+
+    step_seconds: float = 0.006
+    request_seconds: float = 0.002
+    prefill_token_seconds: float = 20e-6
+    prefill_context_seconds: float = 0.5e-9
+    decode_sequence_seconds: float = 50e-6
+    decode_context_seconds: float = 8e-9
+    kv_bytes_per_token: int = 128 * 1024
+    transfer_setup_seconds: float = 0.002
+    transfer_bytes_per_second: float = 40e9
+    cpu_bytes_per_second: float = 40e9
+    storage_bytes_per_second: float = 5e9
+    storage_setup_seconds: float = 0.001
+
+    def prefill_seconds(self, tokens: int, context: int) -> float:
+        """Cost of ``tokens`` prompt tokens that follow ``context`` others."""
+        return tokens * (self.prefill_token_seconds + (context + tokens / 2) * self.prefill_context_seconds)
+
+    def decode_seconds(self, sequences: int, context: int) -> float:
+        """Cost of one token for each of ``sequences``, over ``context`` tokens in all."""
+        return sequences * self.decode_sequence_seconds + context * self.decode_context_seconds
+
+
+PROFILES: dict[str, Profile] = {"default": Profile()}
+"""Profiles by name, see ``docs/simulator.md`` for where each number comes from."""

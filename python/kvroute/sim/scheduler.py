@@ -1,0 +1,526 @@
+"""The engine core: continuous batching over the paged cache, one step at a time.
+
+`schedule` decides a step and what it costs, `commit` makes its results visible. Between the two lies the step's time:
+the driver waits it out, a benchmark only adds it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvroute.sim import tokens as vocabulary
+from kvroute.sim.blocks import Block, BlockPool, block_hashes, next_hash
+from kvroute.sim.connector import Connector, EngineDeadError
+from kvroute.sim.journal import Journal, Violation
+from kvroute.sim.model import GARBAGE, Cursor
+from kvroute.sim.stats import Stats
+from kvroute.sim.tiers import Load, Offload, Tier
+from kvroute.sim.transfer import Read, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvroute.sim.clock import Clock
+    from kvroute.sim.config import EngineSpec
+    from kvroute.sim.sequence import Finish, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A step that was decided: tokens to compute per sequence, and its cost in simulated seconds."""
+
+    work: list[tuple[Sequence, int]]
+    seconds: float
+
+
+class EngineCore:
+    """One rank of a simulated engine.
+
+    Args:
+        spec: The engine.
+        clock: Of the fleet.
+        storage: The storage tier of its node.
+        journal: Where events go.
+        make_connector: Builds the NIXL connector over this core's blocks; None without one.
+    """
+
+    connector: Connector | None
+    pool: BlockPool
+    stats: Stats
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        clock: Clock,
+        *,
+        storage: Tier | None = None,
+        journal: Journal | None = None,
+        make_connector: Callable[[BlockPool, Callable[[], None]], Connector] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.costs = spec.costs
+        self.clock = clock
+        self.stats = Stats()
+        self.journal = journal if journal is not None else Journal(None)
+        self.offload = Offload(spec, storage, self.journal.moved)
+        self.pool = BlockPool(spec.num_gpu_blocks, spec.block_size, self._evicted)
+        self.connector = make_connector(self.pool, self.wake) if make_connector is not None else None
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.loading: dict[Sequence, Read | Load | None] = {}
+        self.orphans: list[tuple[Sequence, Read | Load]] = []
+        self.violations: list[Violation] = []
+        self.leaked_blocks = 0
+        self.dead: str | None = None
+        self.on_wake: Callable[[], None] = lambda: None
+        self.on_death: Callable[[], None] = lambda: None
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    @property
+    def load(self) -> int:
+        """Requests waiting or running."""
+        return len(self.waiting) + len(self.loading) + len(self.running)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that finished requests keep for another engine, and leaked ones."""
+        held = self.connector.agent.pinned_blocks if self.connector is not None else 0
+        return held + self.leaked_blocks
+
+    def wake(self) -> None:
+        """Something changed that may let a step run."""
+        self.on_wake()
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        if self.dead is not None:
+            sequence.error = self.dead
+            self._end(sequence, "error")
+            return
+        sequence.arrived = self.clock.now()
+        sequence.offload_limit = self.offload.store_limit(sequence.params)
+        if self.connector is not None:
+            self.connector.accept(sequence)
+        self.waiting.append(sequence)
+        self.wake()
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a request whose client left, or whose reply was complete before the model's end (a stop string)."""
+        if sequence.state == "finished":
+            return
+        if sequence.state == "loading":
+            pending = self.loading.pop(sequence)
+            if pending is None:
+                # Nothing will ever report the read as done, so nothing frees its blocks.
+                self.leaked_blocks += len(sequence.blocks)
+                sequence.blocks = []
+            else:
+                self.orphans.append((sequence, pending))
+                sequence.state = "finished"
+                sequence.deliver(sequence, [], "abort")
+                self.stats.finished("abort")
+                return
+        self._finish(sequence, "abort")
+
+    def die(self, reason: str, request_id: str = "") -> None:
+        """The engine core ends, and every request with it."""
+        self.dead = reason
+        self.violations.append(Violation("engine_died", request_id, reason))
+        if self.connector is not None:
+            self.connector.agent.close()
+        for sequence in [*self.running, *self.loading, *self.waiting]:
+            sequence.error = reason
+            self._end(sequence, "error")
+        self.running, self.loading = [], {}
+        self.waiting.clear()
+        self.orphans.clear()
+        self.on_death()
+
+    def reset_prefix_cache(self, *, external: bool = False) -> bool:
+        """Empty the prefix cache; False while blocks are in use."""
+        if external:
+            self.offload.reset()
+        if not self.pool.reset():
+            return False
+        self.journal.cleared()
+        self.journal.flush()
+        return True
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def next_event(self) -> float:
+        """Simulated time at which something may go on without a new request; infinite when nothing will."""
+        times = [item.ready for item in self.loading.values() if item is not None]
+        times += [item.ready for _, item in self.orphans]
+        if self.waiting:
+            times.append(self.waiting[0].arrived + self.costs.request_seconds)
+            if self.connector is not None:
+                times.append(self.connector.agent.next_deadline())
+        now = self.clock.now()
+        return min((time for time in times if time > now), default=math.inf)
+
+    def schedule(self) -> Step | None:
+        """Decide the next step; None when there is nothing to compute now."""
+        if self.dead is not None:
+            return None
+        try:
+            if self.connector is not None:
+                self.connector.agent.expire()
+            self._finish_loads()
+            budget = self.spec.max_num_batched_tokens
+            work: list[tuple[Sequence, int]] = []
+            for sequence in list(self.running):
+                count = min(len(sequence.tokens) - sequence.computed, budget)
+                if count <= 0 or sequence.state != "running":
+                    continue
+                if not self._grow(sequence, sequence.computed + count):
+                    continue  # it was preempted itself
+                work.append((sequence, count))
+                budget -= count
+            self._admit(work, budget)
+        except EngineDeadError as error:
+            self.die(str(error))
+            return None
+        work = [(sequence, count) for sequence, count in work if sequence.state == "running"]
+        return Step(work, self._cost(work)) if work else None
+
+    def _cost(self, work: list[tuple[Sequence, int]]) -> float:
+        seconds = self.costs.step_seconds
+        decoding = context = 0
+        for sequence, count in work:
+            if sequence.computed >= sequence.prompt_tokens:
+                decoding += 1
+                context += sequence.computed
+            else:
+                seconds += self.costs.prefill_seconds(count, sequence.computed)
+        return seconds + self.costs.decode_seconds(decoding, context)
+
+    def _admit(self, work: list[tuple[Sequence, int]], budget: int) -> None:
+        """Let waiting requests in, first come first served, while tokens, blocks and places last."""
+        now = self.clock.now()
+        while self.waiting and budget > 0 and len(self.running) + len(self.loading) < self.spec.max_num_seqs:
+            sequence = self.waiting[0]
+            if self.clock.scale and sequence.arrived + self.costs.request_seconds > now:
+                return
+            if not self._place(sequence):
+                return
+            self.waiting.popleft()
+            if sequence.admitted is None:
+                sequence.admitted = now
+            if sequence.state != "running":
+                continue
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            if self._grow(sequence, sequence.computed + count):
+                work.append((sequence, count))
+                budget -= count
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Find what is cached of a waiting request, and give it blocks; False when there are too few."""
+        size = self.spec.block_size
+        if self.spec.prefix_caching and not sequence.hashes:
+            sequence.hashes = block_hashes(sequence.tokens, size, salt=sequence.salt, lora=sequence.lora)
+        # One token at least is computed: its logits are what is sampled from.
+        usable = sequence.hashes[: (len(sequence.tokens) - 1) // size] if sequence.use_cache else []
+        hits = self.pool.match(usable)
+        local = len(hits) * size
+        external = self.connector.match(sequence, local) if self.connector is not None else 0
+        found = []
+        if not external and usable and self.offload.exists:
+            found = self.offload.match(usable[len(hits) :], sequence.params)
+        total = local + (external or len(found) * size)
+        # A read needs room for what is read, a computation for the whole prompt: no half-admitted prompts.
+        wanted = -(-(total if total > local else len(sequence.tokens)) // size)
+        self.pool.take(hits)
+        fresh = self.pool.allocate(wanted - len(hits))
+        if fresh is None:
+            self.pool.release(hits)
+            return False
+        sequence.blocks = hits + fresh
+        sequence.computed = local
+        sequence.cursor = Cursor()
+        for block in hits:
+            sequence.cursor.use(block, size)
+        if sequence.preemptions == 0:
+            sequence.cached = {"device": local}
+            self.stats.queried(sequence.prompt_tokens, local, external or len(found) * size)
+        self._begin(sequence, external, Load(fresh, found, 0.0) if found else None)
+        return True
+
+    def _begin(self, sequence: Sequence, external: int, load: Load | None) -> None:
+        read: Read | Load | None = None
+        if self.connector is not None:
+            try:
+                read = self.connector.start(sequence, external)
+            except TransferError as error:
+                self._load_failed(sequence, error)
+                return
+            except EngineDeadError as error:
+                self.die(str(error), sequence.request_id)
+                return
+        if load is not None:
+            read = self.offload.load(load.local, load.found, self.clock.now())
+            media = [("disk" if item.tier.medium == "STORAGE" else "host") for item in load.found]
+            for medium in set(media):
+                sequence.cached[medium] = media.count(medium) * self.spec.block_size
+        elif external:
+            sequence.cached["p2p"] = external
+        if not external and load is None:
+            self._run(sequence)
+            return
+        sequence.state = "loading"
+        self.loading[sequence] = read
+        if read is None:
+            self.violations.append(Violation("hangs", sequence.request_id, "waits for a read that was never started"))
+        elif self.clock.scale == 0:
+            self._end_load(sequence, read)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = "running"
+        self.running.append(sequence)
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def _finish_loads(self) -> None:
+        now = self.clock.now()
+        for sequence, read in list(self.loading.items()):
+            if read is not None and read.ready <= now:
+                self._end_load(sequence, read)
+        for item in list(self.orphans):
+            sequence, read = item
+            if self.clock.scale == 0 or read.ready <= now:
+                self.orphans.remove(item)
+                if isinstance(read, Read) and self.connector is not None:
+                    with contextlib.suppress(TransferError):
+                        self.connector.finish_read(read)
+                self.pool.release(sequence.blocks)
+                sequence.blocks = []
+
+    def _end_load(self, sequence: Sequence, read: Read | Load) -> None:
+        del self.loading[sequence]
+        if isinstance(read, Read):
+            assert self.connector is not None
+            try:
+                self.connector.finish_read(read)
+            except TransferError as error:
+                self._load_failed(sequence, error)
+                return
+            loaded = sum(sequence.cached.values())
+        else:
+            read.finish()
+            loaded = sum(sequence.cached.values())
+        self._adopt(sequence, loaded)
+        self._run(sequence)
+
+    def _adopt(self, sequence: Sequence, total: int) -> None:
+        """See what was loaded; after a whole prompt its last token is computed again, for its logits."""
+        size = self.spec.block_size
+        if total >= len(sequence.tokens):
+            total = len(sequence.tokens) - 1
+        first = sequence.computed // size
+        for index in range(first, len(sequence.blocks)):
+            block = sequence.blocks[index]
+            count = min(size, total - index * size)
+            if len(block.tokens) > count:
+                del block.tokens[max(count, 0) :]
+                block.after = None
+            elif len(block.tokens) < count:
+                block.tokens += [GARBAGE] * (count - len(block.tokens))
+                block.after = None
+            if count > 0:
+                if block.context != sequence.cursor.state:
+                    block.after = b""  # it will be filled in two contexts
+                sequence.cursor.use(block, count)
+        sequence.computed = max(total, sequence.computed)
+        self._cache(sequence, first, sequence.computed // size)
+
+    def _load_failed(self, sequence: Sequence, error: TransferError) -> None:
+        self.stats.failed_transfers += 1
+        self.violations.append(Violation("read_failed", sequence.request_id, str(error)))
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        if self.spec.load_failure == "fail":
+            sequence.error = "Internal server error"
+            self._finish(sequence, "error")
+        elif (sequence.params or {}).get("do_remote_decode"):
+            # Seen with policy "recompute" on prefill engines: the request is never scheduled again.
+            sequence.state = "loading"
+            self.loading[sequence] = None
+            self.violations.append(Violation("hangs", sequence.request_id, "kv_load_failure_policy recompute"))
+        else:
+            sequence.cached = {}
+            sequence.state = "waiting"
+            sequence.computed = 0
+            self.waiting.append(sequence)
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def _evicted(self, block: Block) -> None:
+        assert block.hash is not None
+        if self.offload.exists:
+            self.offload.store(block)
+        self.journal.moved("removed", "GPU", block.hash)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Give a running sequence blocks for ``tokens`` tokens; the last ones that came are preempted for it."""
+        while (missing := -(-tokens // self.spec.block_size) - len(sequence.blocks)) > 0:
+            fresh = self.pool.allocate(missing)
+            if fresh is not None:
+                sequence.blocks += fresh
+                break
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0
+        sequence.hashes = []
+        sequence.state = "waiting"
+        sequence.preemptions += 1
+        self.stats.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _cache(self, sequence: Sequence, first: int, end: int) -> None:
+        """Make full blocks ``first`` to ``end`` findable, under the hashes of what they should hold."""
+        if not self.spec.prefix_caching:
+            return
+        size = self.spec.block_size
+        hashes = sequence.hashes
+        while len(hashes) < end:
+            start = len(hashes) * size
+            tokens = sequence.tokens[start : start + size]
+            hashes.append(
+                next_hash(hashes[-1], tokens, lora=sequence.lora)
+                if hashes
+                else block_hashes(tokens, size, salt=sequence.salt, lora=sequence.lora)[0]
+            )
+        limit = sequence.offload_limit
+        fresh = []
+        for index in range(first, end):
+            block = sequence.blocks[index]
+            if self.pool.cache(block, hashes[index]):
+                block.offload = limit is None or (index + 1) * size <= limit
+                fresh.append(index)
+        if fresh and self.journal.publish is not None:
+            self._announce(sequence, fresh)
+
+    def _announce(self, sequence: Sequence, fresh: list[int]) -> None:
+        size = self.spec.block_size
+        start = 0
+        for stop in range(1, len(fresh) + 1):
+            if stop < len(fresh) and fresh[stop] == fresh[stop - 1] + 1:
+                continue
+            run = fresh[start:stop]
+            keys: list[list[str] | None] = [[sequence.lora] if sequence.lora else None for _ in run]
+            if run[0] == 0 and sequence.extra_keys:
+                keys[0] = list(sequence.extra_keys)
+            self.journal.stored(
+                sequence.hashes[run[0] : run[-1] + 1],
+                parent=sequence.hashes[run[0] - 1] if run[0] else None,
+                tokens=sequence.tokens[run[0] * size : (run[-1] + 1) * size],
+                block_size=size,
+                lora=sequence.lora,
+                extra_keys=keys,
+            )
+            start = stop
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def commit(self, step: Step) -> None:
+        """Make a step's results visible: KV is written, tokens go out, finished requests leave."""
+        now = self.clock.now()
+        computed = 0
+        for sequence, count in step.work:
+            if sequence.state != "running":
+                continue  # aborted or preempted meanwhile
+            computed += count
+            self._write(sequence, count)
+            if sequence.computed == len(sequence.tokens):
+                self._sample(sequence, now)
+        self.stats.step(step.seconds, computed, len(step.work))
+        self.journal.flush()
+
+    def _write(self, sequence: Sequence, count: int) -> None:
+        """Compute the KV of the next ``count`` tokens into the sequence's blocks."""
+        size = self.spec.block_size
+        cursor = sequence.cursor
+        position, end = sequence.computed, sequence.computed + count
+        first = position // size
+        while position < end:
+            block = sequence.blocks[position // size]
+            offset = position % size
+            if offset == 0:
+                block.context, block.tokens, block.after = cursor.state, [], None
+            taken = min(size - offset, end - position)
+            chunk = sequence.tokens[position : position + taken]
+            block.tokens += chunk
+            cursor.feed(chunk)
+            position += taken
+            if offset + taken == size and block.after is None:
+                block.after = cursor.state
+        sequence.computed = end
+        if end // size > first:
+            self._cache(sequence, first, end // size)
+
+    def _sample(self, sequence: Sequence, now: float) -> None:
+        sampling = sequence.sampling
+        written = sequence.written
+        token = sequence.cursor.next_token(
+            written,
+            salt=sampling.salt,
+            end_every=self.spec.end_every,
+            may_end=not sampling.ignore_eos and written >= sampling.min_tokens,
+        )
+        if sequence.first_token is None:
+            sequence.first_token = now
+            self.stats.prompted(sequence, now)
+        else:
+            self.stats.itl.observe(now - sequence.last_token)
+        sequence.last_token = now
+        sequence.tokens.append(token)
+        self.stats.generation_tokens += 1
+        written += 1
+        finish: Finish | None = None
+        if written >= sampling.min_tokens and (
+            (token == vocabulary.EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        ):
+            finish = "stop"
+        elif written >= sampling.max_tokens or len(sequence.tokens) >= self.spec.context_length:
+            finish = "length"
+        if finish is None:
+            sequence.deliver(sequence, [token], None)
+        else:
+            self._finish(sequence, finish, [token])
+
+    def _finish(self, sequence: Sequence, reason: Finish, last: list[int] | None = None) -> None:
+        if sequence.state == "running":
+            self.running.remove(sequence)
+        elif sequence.state == "waiting" and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        held = False
+        if self.connector is not None:
+            held, sequence.held = self.connector.finished(sequence, reason)
+            if held and self.connector.agent.holds[sequence.request_id].deadline == math.inf:
+                detail = "parameters without do_remote_prefill or do_remote_decode on a bidirectional engine"
+                self.violations.append(Violation("never_freed", sequence.request_id, detail))
+        if not held:
+            self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        self._end(sequence, reason, last)
+        self.wake()
+
+    def _end(self, sequence: Sequence, reason: Finish, last: list[int] | None = None) -> None:
+        sequence.state = "finished"
+        self.stats.finished(reason)
+        if reason in ("stop", "length"):
+            self.stats.completed(sequence, self.clock.now())
+        sequence.deliver(sequence, last or [], reason)

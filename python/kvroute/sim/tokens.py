@@ -1,0 +1,142 @@
+"""A deterministic byte-level tokenizer with a few hundred words, and a ChatML template.
+
+Small and fast, and as awkward as a real one: sequences that the model writes ("re" + "turn", a lone UTF-8 byte) are not
+what the tokenizer makes of their text, so a reply that comes back as a message has other tokens than were generated.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from functools import lru_cache
+from typing import Any
+
+PAD, IM_START, IM_END, END_OF_TEXT = range(4)
+SPECIAL = {IM_START: "<|im_start|>", IM_END: "<|im_end|>", END_OF_TEXT: "<|endoftext|>"}
+EOS = IM_END
+_BYTE = 4  # the token of byte b is _BYTE + b
+
+_WORDS = """
+the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not
+what all were we when your can said there use an each which she do how their if will up other about out many then
+them these so some her would make like him into time has look two more write go see number no way could people my
+than first water been call who oil its now find long down day did get come made may part over new sound take only
+little work know place year live me back give most very after thing our just name good sentence man think say great
+where help through much before line right too mean old any same tell boy follow came want show also around form three
+small set put end does another well large must big even such because turn here why ask went men read need land home us
+move try kind hand picture again change off play spell air away animal house point page letter mother answer found
+study still learn should world block cache token prefill decode return def class import value true false none list
+""".split()  # noqa: SIM905 - a list of quoted words would hide them
+_FRAGMENTS = """
+re al er in an on at en or es st nt ed ing ion tion ti ar te it is se le ve ro co me de hi ri ne ea ra ce li ch ll be
+ma si om ur un con pro com ex dis pre post able ness ment ful less ly th ou ad ca fo ba lo tu rn
+""".split()  # noqa: SIM905 - a list of quoted words would hide them
+
+VOCABULARY: list[bytes] = [b""] * _BYTE + [bytes([byte]) for byte in range(256)]
+VOCABULARY[:_BYTE] = [b"", *(SPECIAL[token].encode() for token in (IM_START, IM_END, END_OF_TEXT))]
+SPACED = range(len(VOCABULARY), len(VOCABULARY) + len(dict.fromkeys(_WORDS)))
+VOCABULARY += [b" " + word.encode() for word in dict.fromkeys(_WORDS)]
+PIECES = range(len(VOCABULARY), len(VOCABULARY) + len(dict.fromkeys(_WORDS + _FRAGMENTS)))
+VOCABULARY += [piece.encode() for piece in dict.fromkeys(_WORDS + _FRAGMENTS)]
+
+_IDS = {text: token for token, text in enumerate(VOCABULARY) if text}
+_LONGEST = max(map(len, VOCABULARY))
+# Specials first; then words with the space before them, as byte-pair tokenizers split; then single bytes.
+_CHUNK = re.compile(rb"<\|(?:im_start|im_end|endoftext)\|>| ?[A-Za-z]+|.", re.DOTALL)
+
+
+class _Chunks(dict[bytes, tuple[int, ...]]):
+    """Tokens by chunk of text, filled as chunks come."""
+
+    LIMIT = 100_000
+
+    def __missing__(self, chunk: bytes) -> tuple[int, ...]:
+        if len(self) >= self.LIMIT:  # chunks come from clients
+            self.clear()
+        tokens = self[chunk] = tuple(_split(chunk))
+        return tokens
+
+
+def _split(chunk: bytes) -> list[int]:
+    """Tokens of a chunk: the longest known piece first, again and again."""
+    tokens = []
+    start = 0
+    while start < len(chunk):
+        for end in range(min(len(chunk), start + _LONGEST), start, -1):
+            token = _IDS.get(chunk[start:end])
+            if token is not None:
+                tokens.append(token)
+                start = end
+                break
+    return tokens
+
+
+_chunks = _Chunks()
+
+
+def encode(text: str) -> list[int]:
+    """Tokenise text; the names of special tokens in it become those tokens, as in vLLM."""
+    tokens: list[int] = []
+    for chunk in _CHUNK.findall(text.encode(errors="surrogatepass")):
+        tokens += _chunks[chunk]
+    return tokens
+
+
+_encode_message = lru_cache(maxsize=4096)(lambda text: tuple(encode(text)))
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a string, or parts of which those of type text count."""
+    if isinstance(content, list):
+        return "".join(
+            part if isinstance(part, str) else str(part.get("text", ""))
+            for part in content
+            if isinstance(part, (str, dict))
+        )
+    return "" if content is None else str(content)
+
+
+def render(messages: list[dict[str, Any]], *, tools: Any = None, generate: bool = True) -> list[int]:
+    """Apply the chat template and tokenise.
+
+    Args:
+        messages: With ``role`` and ``content``. ``tool_calls`` are rendered; the reasoning of earlier turns is
+            stripped, as common templates do.
+        tools: Rendered before the first message when given.
+        generate: Whether the header of the assistant's reply is appended (``add_generation_prompt``).
+    """
+    tokens: list[int] = []
+    if tools:
+        tokens += _encode_message(f"<|im_start|>system\ntools {_canonical(tools)}<|im_end|>\n")
+    for message in messages:
+        content = text_of(message.get("content"))
+        if message.get("tool_calls"):
+            content += f"\ncalls {_canonical(message['tool_calls'])}"
+        tokens += _encode_message(f"<|im_start|>{message.get('role', 'user')}\n{content}<|im_end|>\n")
+    if generate:
+        tokens += _encode_message("<|im_start|>assistant\n")
+    return tokens
+
+
+def _canonical(value: Any) -> str:
+    import json  # noqa: PLC0415 - only where tools are used
+
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def decode(tokens: list[int]) -> str:
+    """The text of tokens, specials left out, invalid UTF-8 replaced."""
+    return b"".join(VOCABULARY[token] for token in tokens if token >= _BYTE).decode(errors="replace")
+
+
+class StreamDecoder:
+    """Turns tokens into text as they come; bytes of an unfinished character wait for the next ones."""
+
+    __slots__ = ("_decoder",)
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token: int, *, last: bool = False) -> str:
+        """The text that ``token`` completes."""
+        return self._decoder.decode(VOCABULARY[token] if token >= _BYTE else b"", final=last)

@@ -1,0 +1,201 @@
+"""NIXL between simulated engines: who holds blocks for whom, for how long, and how they are read.
+
+Holds and reads follow ``NixlPullConnector``: a finished request's blocks stay until they were read, or until the lease
+(prefill engine; extended while a decode engine that accepted the request lives) or the TTL (decode engine) ends. A read
+goes by block ids into the holder's memory, whatever is there by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvroute.sim.blocks import Block, BlockPool
+    from kvroute.sim.clock import Clock, Link
+
+ADDRESS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+"""Members without which NIXL starts no read, and the request waits for ever."""
+
+EXPIRY_SLACK_SECONDS = 5.0
+"""A read of a decode engine's blocks this close to their deadline is declined."""
+
+
+class TransferError(Exception):
+    """A read that cannot be done: the peer is gone, is another one, or its blocks have expired."""
+
+
+@dataclasses.dataclass(slots=True)
+class Hold:
+    """Blocks of a finished request that are kept for a reader.
+
+    Attributes:
+        deadline: Simulated time at which they are given up; infinite for the ones that vLLM forgets.
+        readers: Requests on other engines that send heartbeats for it.
+    """
+
+    request_id: str
+    blocks: list[Block]
+    deadline: float
+    readers: int = 0
+
+
+class Agent:
+    """One engine rank's side of NIXL.
+
+    Args:
+        engine_id: As it stands in handles; a restarted engine has another one.
+        host: Address of its side channel.
+        port: Of its side channel; only a name here, nothing listens.
+        pool: Its blocks.
+        clock: Of the fleet.
+        lease: ``kv_lease_duration`` in seconds.
+        link: Its network.
+        wake: Called when blocks were given back.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        host: str,
+        port: int,
+        pool: BlockPool,
+        clock: Clock,
+        lease: float,
+        link: Link,
+        wake: Callable[[], None],
+    ) -> None:
+        self.engine_id = engine_id
+        self.host = host
+        self.port = port
+        self.pool = pool
+        self.link = link
+        self.alive = True
+        self.fail_reads = 0
+        self.expired = 0
+        self.late_notifications = 0
+        self.holds: dict[str, Hold] = {}
+        self._clock = clock
+        self._lease = lease
+        self._wake = wake
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that are held for readers now."""
+        self.expire()
+        return sum(len(hold.blocks) for hold in self.holds.values())
+
+    def hold(self, request_id: str, blocks: list[Block], seconds: float) -> float:
+        """Keep blocks and return the deadline."""
+        deadline = self._clock.now() + seconds
+        self.holds[request_id] = Hold(request_id, blocks, deadline)
+        return deadline
+
+    def heartbeat(self, request_id: str, *, start: bool) -> None:
+        """A reader accepted its request, or ended it: in between the lease does not run out."""
+        self.expire()
+        hold = self.holds.get(request_id)
+        if hold is None:
+            return
+        hold.readers += 1 if start else -1
+        # NIXL extends by two thirds of the lease with each heartbeat.
+        hold.deadline = max(hold.deadline, self._clock.now() + self._lease * 2 / 3)
+
+    def done(self, request_id: str) -> None:
+        """A reader has what it wants, or wants nothing: the blocks are given back."""
+        self.expire()
+        hold = self.holds.pop(request_id, None)
+        if hold is None:
+            self.late_notifications += 1
+            return
+        self.pool.release(hold.blocks)
+        self._wake()
+
+    def expire(self, *, force: bool = False) -> int:
+        """Give back what is past its deadline; with ``force`` everything. Returns the number of holds."""
+        now = self._clock.now()
+        over = [hold for hold in self.holds.values() if force or (hold.readers <= 0 and now >= hold.deadline)]
+        for hold in over:
+            del self.holds[hold.request_id]
+            self.pool.release(hold.blocks)
+        self.expired += len(over)
+        if over:
+            self._wake()
+        return len(over)
+
+    def next_deadline(self) -> float:
+        """When the next hold ends by itself; infinite when none does."""
+        return min((hold.deadline for hold in self.holds.values() if hold.readers <= 0), default=math.inf)
+
+    def close(self) -> None:
+        """The engine is gone: its memory with it."""
+        self.alive = False
+        self.holds.clear()
+
+
+class Fabric:
+    """The network: finds engines by the address of their side channel."""
+
+    def __init__(self) -> None:
+        self._agents: dict[tuple[str, int], Agent] = {}
+        self._next_port = 5600
+
+    def port(self) -> int:
+        """A side channel port that no other engine of this fabric has."""
+        self._next_port += 1
+        return self._next_port - 1
+
+    def join(self, agent: Agent) -> None:
+        """Make an engine reachable; one that restarted at the same address replaces its last run."""
+        self._agents[agent.host, agent.port] = agent
+
+    def dial(self, params: dict[str, Any]) -> Agent:
+        """Shake hands with the engine that a handle names.
+
+        Raises:
+            TransferError: When nobody is there, or it is another engine: ``remote_engine_id`` is stale.
+        """
+        host, port = params["remote_host"], params["remote_port"]
+        agent = self._agents.get((host, port))
+        if agent is None or not agent.alive:
+            raise TransferError(f"no NIXL agent at {host}:{port}")
+        if agent.engine_id != params["remote_engine_id"]:
+            raise TransferError(f"engine id {params['remote_engine_id']} expected, {agent.engine_id} answers")
+        return agent
+
+
+@dataclasses.dataclass(slots=True)
+class Read:
+    """A read under way.
+
+    Attributes:
+        source: The holder.
+        local: Blocks to fill, empty when only the holder is to be told.
+        remote: Ids of the holder's blocks, one per local block.
+        ready: Simulated time at which it ends.
+    """
+
+    source: Agent
+    request_id: str
+    local: list[Block]
+    remote: list[int]
+    ready: float
+
+    def finish(self) -> None:
+        """Copy the blocks and tell the holder.
+
+        Raises:
+            TransferError: When the holder died meanwhile or a fault was asked for.
+        """
+        if not self.source.alive:
+            raise TransferError(f"engine {self.source.engine_id} is gone")
+        if self.source.fail_reads:
+            self.source.fail_reads -= 1
+            raise TransferError("the transfer failed")
+        for local, remote in zip(self.local, self.remote, strict=True):
+            local.fill_from(self.source.pool.blocks[remote])
+        self.source.done(self.request_id)
