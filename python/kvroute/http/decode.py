@@ -59,6 +59,8 @@ class DecodeLeg:
                     except UpstreamError as error:
                         self._gateway.failed(endpoint, error)
                         if error.request_sent:
+                            if self._handoff is not None:
+                                self._gateway.metrics.handoffs.labels("unanswered").inc()
                             self._handoff = None
                             raise self._gateway.answer_for(error) from None
                         last = error
@@ -159,7 +161,8 @@ class DecodeLeg:
             engine_ttl = endpoint.capabilities.decoder_ttl_seconds
             if engine_ttl is not None:
                 ttl = min(ttl, engine_ttl * 15 / 16)  # the margin of the defaults: 450 of 480 s
-            held = Held(handle, endpoint.url, epoch, time.monotonic() + ttl)
+            # Counted from the engine's end: a client that reads slowly must not make the blocks look younger.
+            held = Held(handle, endpoint.url, epoch, relayed.engine_ended + ttl)
         fates.labels("stored" if held is not None else "not_returned").inc()
         if self._turn.finish(endpoint.url, held) is not None:
             fates.labels("replaced").inc()

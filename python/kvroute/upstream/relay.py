@@ -55,12 +55,16 @@ class Relayed:
         outcome: `complete`, or why the client did not get all of it. Then it was told so: by an error event where one
             could follow, otherwise by a body that visibly breaks off.
         body_bytes: Bytes of the body that went to the client, without framing.
+        engine_ended: The earliest that the engine can have ended, in seconds of `time.monotonic`: when its last byte
+            was read, or when it was first made to wait for the client, because from then on its bytes say nothing of
+            when they were made.
         tap: What the body told; `None` unless it was an event stream or JSON.
     """
 
     response: web.StreamResponse
     outcome: Outcome
     body_bytes: int
+    engine_ended: float
     tap: Tap | None
 
 
@@ -83,7 +87,8 @@ async def relay(
         raise UpstreamError("protocol", connection.origin.url, message, request_sent=True)
     if hide and response.is_json and request.method != "HEAD":
         body = await exchange.read(max_body_bytes)
-        return await _relay_document(connection, response, request, body, extra_headers, on_first_byte)
+        ended = time.monotonic()
+        return await _relay_document(connection, response, request, body, ended, extra_headers, on_first_byte)
     client = _client(request)
     first = response.start_relay(
         http_1_1=client.http_1_1,
@@ -96,9 +101,10 @@ async def relay(
     )
     passage = _Passage(connection, response, client, first, on_first_byte)
     outcome = await passage.outcome()
+    ended = time.monotonic() if passage.waited_since is None else passage.waited_since
     # The engine's connection is free before a slow client has taken the rest.
     exchange.close()
-    return await _end(client, response, request, outcome)
+    return await _end(client, response, request, outcome, ended)
 
 
 async def _relay_document(  # noqa: PLR0917 - private, called once
@@ -106,6 +112,7 @@ async def _relay_document(  # noqa: PLR0917 - private, called once
     response: EngineResponse,
     request: web.Request,
     body: bytes,
+    ended: float,
     extra_headers: Headers,
     on_first_byte: Callable[[], None] | None,
 ) -> Relayed:
@@ -124,7 +131,7 @@ async def _relay_document(  # noqa: PLR0917 - private, called once
     if client.is_full:
         await client.drain()
     raw = RawResponse(response.status, body_length=len(shown), keep_alive=client.keep_alive, reset=None)
-    return Relayed(raw, "complete", len(shown), tap)
+    return Relayed(raw, "complete", len(shown), ended, tap)
 
 
 def _client(request: web.Request) -> Client:
@@ -152,6 +159,7 @@ class _Passage:
         "_on_first_byte",
         "_response",
         "_waiter",
+        "waited_since",
     )
 
     def __init__(
@@ -171,6 +179,7 @@ class _Passage:
         self._error: UpstreamError | None = None
         self._gone = False
         self._held = b""
+        self.waited_since: float | None = None
         self._begin(first)
 
     def received(self, data: bytes) -> None:
@@ -183,7 +192,7 @@ class _Passage:
         if self._response.state != OPEN or self._gone:
             self._wake()
         elif self._client.is_full:
-            self._connection.pause_reading()
+            self._pause()
             self._wake()
 
     def stopped(self, error: UpstreamError | None) -> None:
@@ -208,7 +217,7 @@ class _Passage:
             self._connection.start_body(self)
         while response.state == OPEN and self._error is None and not self._gone:
             if self._client.is_full:
-                self._connection.pause_reading()
+                self._pause()
                 await self._client.drain()
                 self._gone = self._client.is_gone
                 self._connection.resume_reading()
@@ -224,6 +233,11 @@ class _Passage:
         if self._held:
             raise error
         return _OUTCOMES.get(error.kind, "upstream_cut")
+
+    def _pause(self) -> None:
+        self._connection.pause_reading()
+        if self.waited_since is None:
+            self.waited_since = time.monotonic()
 
     def _begin(self, out: bytes) -> None:
         """Writes the head with the first bytes of the body, or holds it until they come."""
@@ -251,7 +265,9 @@ class _Passage:
             self._waiter.set_result(None)
 
 
-async def _end(client: Client, response: EngineResponse, request: web.Request, outcome: Outcome) -> Relayed:
+async def _end(
+    client: Client, response: EngineResponse, request: web.Request, outcome: Outcome, ended: float
+) -> Relayed:
     keep_alive = response.client_keep_alive
     reset = None
     if outcome != "complete":
@@ -265,7 +281,7 @@ async def _end(client: Client, response: EngineResponse, request: web.Request, o
         await client.drain()
     body_bytes = response.payload_bytes
     raw = RawResponse(response.status, body_length=body_bytes, keep_alive=keep_alive, reset=reset)
-    return Relayed(raw, outcome, body_bytes, response.tap())
+    return Relayed(raw, outcome, body_bytes, ended, response.tap())
 
 
 def _error_event(request: web.Request, outcome: Outcome, *, chunked: bool) -> bytes:
