@@ -196,8 +196,7 @@ class ScriptedUpstream:
                 await _perform(step, request, writer)
         finally:
             watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
+            await asyncio.wait([watch])
         return not closed.is_set()
 
 
