@@ -41,8 +41,10 @@ def clock(monkeypatch):
     """The gateway's clock for handles, which a test may advance: `clock.skip` seconds."""
     clock = SimpleNamespace(skip=0.0)
     clock.monotonic = lambda: time.monotonic() + clock.skip
+    clock.time = time.time
     monkeypatch.setattr("kvroute.http.decode.time", clock)
     monkeypatch.setattr("kvroute.http.prefill.time", clock)
+    monkeypatch.setattr("kvroute.upstream.relay.time", clock)
     return clock
 
 
@@ -73,6 +75,24 @@ async def test_mt_02_a_handle_is_sent_only_while_decode_surely_holds_it(clock, m
         assert (await ask(gateway, turn())).status == 200
         assert gateway.metric("kvroute_kv_handles_total", fate="expired") == (0 if read else 1)
     assert sent(prefill) == [None, "d1-1" if read else None]
+
+
+@pytest.mark.parametrize("age", [440, 460])
+async def test_mt_02_a_slow_client_does_not_make_a_handle_younger(clock, age):
+    # More than the buffers on the way hold, so that the engine has to wait for the client, though it may have ended.
+    flood: Any = [chunk(delta("x" * 65536))] * 200
+    prefill, decode = pair([stream_head(), *flood, chunk(event(WITH % (b"", PARAMS))), LAST_CHUNK])
+    async with over(prefill=[prefill], decode=[decode]) as gateway:
+        gateway.gateway.store._clock = clock.monotonic
+        async with client_of(gateway, receive_buffer=4096) as client:
+            await client.send(target=CHAT, body=turn(more=b',"stream":true'))
+            await until(lambda: any(one._reading_paused for one in gateway.gateway.pool._busy))
+            clock.skip = age
+            assert (await client.read_reply()).complete
+        assert gateway.metric("kvroute_kv_handles_total", fate="stored") == 1
+        decode.script = Numbered()
+        await ask(gateway, turn())
+    assert sent(prefill) == [None, "d1-1" if age < 450 else None]
 
 
 async def test_mt_02_decodes_own_expiry_goes_on_unchanged():

@@ -241,8 +241,24 @@ async def test_pd_04_a_hand_off_that_no_decode_engine_takes_is_counted():
             await engine.__aexit__()
         answer = await ask(gateway, BASE)
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="abandoned") == 1
+        assert gateway.metric("kvroute_pd_releases_total", outcome="no_engine") == 1
     assert (answer.status, answer.header("retry-after")) == (503, b"1")
     assert len(prefill.calls) == 1
+
+
+async def test_pd_04_a_hand_off_that_no_decode_engine_takes_is_released_through_another_engine():
+    def script(request):
+        gone = [json_reply(b"{}", status="404 Not Found")]
+        return PREFILLED if json.loads(request.body)["model"] == "m" else gone
+
+    prefills, decode = [Engine(script), Engine(script)], Engine(OK)
+    async with over(prefill=prefills, decode=[decode]) as gateway:
+        await decode.__aexit__()
+        assert (await ask(gateway, BASE)).status == 503
+        await until(lambda: gateway.metric("kvroute_pd_releases_total", outcome="sent") == 1)
+    holder, other = sorted(prefills, key=lambda engine: json.loads(engine.calls[0].body)["model"] != "m")
+    assert [asks(call) for call in other.calls] == [json.loads(KVP)]
+    assert len(holder.calls) == 1
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["new connection", "kept connection"])
@@ -253,7 +269,9 @@ async def test_pd_04_a_decode_engine_that_resets_may_have_read_the_blocks(kept):
             for engine in decodes:
                 gateway.gateway.pool.close_idle(gateway.endpoint(engine.url).origin)
         answer = await ask(gateway, BASE)
-        assert gateway.metric("kvroute_upstream_errors_total", endpoint=decodes[0].url, kind="reset") == 1
+        assert total(gateway, "kvroute_upstream_errors_total", kind="reset") == 1
+        assert gateway.metric("kvroute_pd_handoffs_total", outcome="unanswered") == 1
+        assert total(gateway, "kvroute_pd_releases_total") == 0
     assert answer.status == 502
     assert (len(prefill.calls), len(decodes[0].calls + decodes[1].calls)) == (1, 1)
 
