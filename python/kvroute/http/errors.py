@@ -17,6 +17,7 @@ _TYPES = {
     405: ("MethodNotAllowedError", "invalid_request_error"),
     408: ("RequestTimeoutError", "timeout_error"),
     413: ("PayloadTooLargeError", "request_too_large"),
+    415: ("UnsupportedMediaTypeError", "invalid_request_error"),
     429: ("RateLimitError", "rate_limit_error"),
     500: ("InternalServerError", "api_error"),
     502: ("BadGatewayError", "api_error"),
@@ -66,6 +67,8 @@ def error_response(path: str, error: GatewayError, request_id: str) -> web.Respo
     headers = {"X-Request-Id": request_id}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
+    if error.status == 415:
+        headers["Accept-Encoding"] = "gzip"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     response = web.Response(

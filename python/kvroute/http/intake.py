@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import re
 import secrets
+import zlib
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 _LONGEST_CONVERSATION_ID = 256
-# Replaced by the gateway's own on every leg; Content-Encoding, because aiohttp has decoded the body.
+# Replaced by the gateway's own on every leg; Content-Encoding, because engines get the body decoded.
 _OWN_HEADERS = frozenset({b"x-request-id", b"traceparent", b"content-encoding"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
@@ -117,25 +118,36 @@ def child_trace(values: list[str]) -> bytes | None:
 
 
 async def read_body(request: web.Request, *, limit: int, seconds: float) -> bytes:
-    """The whole body.
+    """The whole body, decoded when it is coded as gzip.
+
+    A body in any other coding could hold what the gateway must see and the engine would read, so there is none.
 
     Raises:
-        GatewayError: 413 when it is larger than ``limit`` bytes, 408 when it took longer than ``seconds``, 400
-            when it is cut.
+        GatewayError: 415 for another coding, 413 when it is larger than ``limit`` bytes, 408 when it took longer than
+            ``seconds``, 400 when it is cut or not coded as its headers say.
         asyncio.CancelledError: When the client left before its end.
     """
+    coding = ", ".join(request.headers.getall("Content-Encoding", ())).lower()
+    if coding not in {"", "identity", "gzip"}:
+        raise GatewayError(415, "a request body may be coded as gzip, or not at all", close=True)
+    raw = await _read(request, limit, seconds)
+    # In a thread: what a few bytes decode to can be as long as the limit.
+    return await asyncio.to_thread(_gunzip, raw, limit) if coding == "gzip" else raw
+
+
+async def _read(request: web.Request, limit: int, seconds: float) -> bytes:
     length = request.content_length
     if length is not None and length > limit:
         raise _too_large(limit)
     if not request.body_exists:
         return b""
     content = request.content
-    first = content.read_nowait()
-    if content.at_eof():  # the usual case: it came with the head, no clock is needed
-        if len(first) > limit:
-            raise _too_large(limit)
-        return first
     try:
+        first = content.read_nowait()
+        if content.at_eof():  # the usual case: it came with the head, no clock is needed
+            if len(first) > limit:
+                raise _too_large(limit)
+            return first
         async with timeout(seconds):
             return await _rest(content, first, limit)
     except asyncio.TimeoutError:
@@ -143,8 +155,8 @@ async def read_body(request: web.Request, *, limit: int, seconds: float) -> byte
     except ConnectionError:
         # Said by the stream a moment before aiohttp cancels the handler: it is a client that left, not a failure.
         raise asyncio.CancelledError from None
-    except web.RequestPayloadError as error:
-        raise GatewayError(400, f"the request body is cut or malformed: {error}", close=True) from None
+    except web.RequestPayloadError:
+        raise GatewayError(400, "the request body is cut, or its framing is malformed", close=True) from None
 
 
 async def _rest(content: StreamReader, first: bytes, limit: int) -> bytes:
@@ -158,6 +170,19 @@ async def _rest(content: StreamReader, first: bytes, limit: int) -> bytes:
             return b"".join(chunks)
         chunks.append(chunk)
         size += len(chunk)
+
+
+def _gunzip(coded: bytes, limit: int) -> bytes:
+    decoder = zlib.decompressobj(wbits=31)
+    try:
+        raw = decoder.decompress(coded, limit + 1)
+    except zlib.error:
+        raw = b""
+    if len(raw) > limit:
+        raise _too_large(limit)
+    if not decoder.eof or decoder.unused_data:
+        raise GatewayError(400, "the request body is not coded as gzip, though its headers say so")
+    return raw
 
 
 def _too_large(limit: int) -> GatewayError:

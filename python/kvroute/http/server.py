@@ -48,6 +48,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[str]:
         access_log=None,
         # A client that leaves cancels its handler, which closes the engine's connection: the engine stops computing.
         handler_cancellation=True,
+        auto_decompress=False,  # see intake.read_body; aiohttp decodes other codings in other installations
         keepalive_timeout=server.keepalive_seconds,
         max_line_size=server.max_header_bytes,
         max_field_size=server.max_header_bytes,
