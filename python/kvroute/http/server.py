@@ -27,9 +27,15 @@ def application(gateway: Gateway) -> web.Application:
     """The aiohttp application: the gateway's own routes first, everything else goes to an engine or is refused."""
     # Bodies are read and bounded by the gateway itself; aiohttp's own limit would answer in another shape.
     app = web.Application(client_max_size=0)
+    app.on_response_prepare.append(_name_server)
     app.add_routes(Admin(gateway).routes())
     app.router.add_route("*", "/{path:.*}", gateway.handle)
     return app
+
+
+async def _name_server(_request: web.BaseRequest, response: web.StreamResponse) -> None:
+    # As relayed answers have it where the engine sends none; aiohttp's own names the releases of aiohttp and Python.
+    response.headers["Server"] = "kvroute"
 
 
 @asynccontextmanager
