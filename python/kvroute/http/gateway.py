@@ -58,7 +58,11 @@ class Gateway:
         self.timeouts = Timeouts(
             connect=waits.connect_seconds, first_byte=waits.first_byte_seconds, idle=waits.idle_seconds
         )
-        self.pool = Pool(self.timeouts, max_event_bytes=settings.server.max_event_bytes)
+        self.pool = Pool(
+            self.timeouts,
+            max_event_bytes=settings.server.max_event_bytes,
+            max_body_bytes=settings.server.max_reply_bytes,
+        )
         self.metrics = Metrics()
         self.fleet = Fleet.from_settings(settings)
         self.monitor = Monitor(self.fleet, self.pool, settings.health)
@@ -201,8 +205,9 @@ class Gateway:
             "first_byte_timeout": "the engine did not answer in time (setting timeouts.first_byte_seconds)",
             "idle_timeout": "the engine stopped answering (setting timeouts.idle_seconds)",
             "reset": "the engine closed the connection before it answered",
-            "protocol": "the engine's answer is not valid HTTP",
-            "too_large": "the engine's answer is larger than the gateway reads (setting server.max_reply_bytes)",
+            "protocol": "the engine's answer is not valid HTTP, or compressed though that was not asked for",
+            "too_large": "the engine's answer, or an event of it, is larger than the gateway reads "
+            "(settings server.max_reply_bytes and server.max_event_bytes)",
         }
         return GatewayError(status, words[error.kind], retry_after=1 if status == 503 else None)
 
