@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.field.fleet import CHAT, STREAMED, both_modes, delta, event, fleet, streamed
+from tests.field.fleet import BASE, CHAT, STREAMED, both_modes, delta, event, fleet, streamed
 from tests.support.scripted import DONE, FIN, LAST_CHUNK, chunk, json_reply, stream_head
 
 if TYPE_CHECKING:
@@ -77,6 +77,22 @@ async def test_sse_02_a_line_above_the_cap_is_an_error_in_the_stream_and_closes_
     last = body.removeprefix(delta("before"))
     assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "event_too_large"
     assert DONE not in body
+
+
+async def test_sse_02_a_first_line_above_the_cap_is_a_status():
+    script = streamed(delta("x" * 100_000))
+    async with fleet("disaggregated", script, server__max_event_bytes=65536) as served, served.client() as client:
+        reply = await client.request(target=CHAT, body=STREAMED)
+    assert reply.status == 502
+    assert "server.max_event_bytes" in json.loads(reply.body)["error"]["message"]
+
+
+@pytest.mark.parametrize(("cap", "status"), [(4096, 502), (65536, 200)])
+async def test_sse_02_an_answer_that_is_read_whole_has_a_cap_too(cap, status):
+    script = [json_reply(b'{"text":"%b"}' % (b"x" * 10_000))]
+    async with fleet("disaggregated", script, server__max_reply_bytes=cap) as served, served.client() as client:
+        reply = await client.request(target=CHAT, body=BASE)
+    assert reply.status == status
 
 
 async def test_sse_02_what_is_only_passed_on_has_no_cap():
