@@ -261,6 +261,8 @@ class Connection(asyncio.Protocol):
                 self._loop.call_soon(self._write_on)
             return
         self.request_written = True
+        # An empty view would hold the whole body for as long as the connection is kept.
+        self._unsent = memoryview(b"")
         self._transport.set_write_buffer_limits()
 
     def _stop(self, kind: Kind, message: str) -> None:
