@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.field.fleet import BASE, CHAT, STREAMED, both_modes, delta, event, fleet, streamed
-from tests.support.scripted import DONE, FIN, LAST_CHUNK, chunk, json_reply, stream_head
+from tests.field.fleet import BASE, CHAT, PREFILLED, STREAMED, Engine, both_modes, delta, event, fleet, streamed
+from tests.field.process import serving
+from tests.support.scripted import DONE, FIN, LAST_CHUNK, RawClient, chunk, json_reply, stream_head
 
 if TYPE_CHECKING:
     from tests.support.scripted import Script
 
+MIB = 2**20
 TEXT = delta("北京🙂") + DONE
 
 
@@ -102,6 +104,20 @@ async def test_sse_02_what_is_only_passed_on_has_no_cap():
         served.client() as client,
     ):
         assert await stream(client) == text
+
+
+async def test_sse_02_the_memory_of_a_long_line_does_not_multiply():
+    text = delta("x" * (8 * MIB)) + DONE
+    async with (
+        Engine(streamed(text)) as engine,
+        Engine(PREFILLED) as prefill,
+        serving("--prefill", prefill.url, "--decode", engine.url) as gateway,
+        RawClient(gateway.port) as client,
+    ):
+        gateway.forget_peak()
+        before = gateway.resident()
+        assert await stream(client) == text
+        assert gateway.peak() - before < 4 * len(text)
 
 
 USAGE = b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2,"total_tokens":9}}'
