@@ -103,7 +103,7 @@ class PrefillLeg:
             busy = busy and answer in _BUSY
             self._gateway.metrics.prefill_retries.labels("status").inc()
             if decision is not None and decision.action == "read" and answer not in _BUSY:
-                # A failed read answers 500 (contract, section 2): the same engine can still compute the prompt.
+                # A failed read answers 500: the same engine can still compute the prompt.
                 waiting.insert(0, endpoint)
         self._gateway.metrics.whole.labels("prefill_failed").inc()
         return Prefilled()

@@ -1,6 +1,6 @@
 """The prefill leg's body: what is set, what is dropped, per API. Everything not named is kept, byte for byte.
 
-The rule (contract, section 2): a one-token, non-streaming run of the same prompt. Members that shape only the output
+The rule: a one-token, non-streaming run of the same prompt. Members that shape only the output
 are dropped, because several make a one-token run fail (``min_tokens``, ``stream_options``, forced tool calls,
 grammars); members that shape the prompt (``tools``, ``chat_template``, ``chat_template_kwargs``, ``reasoning_effort``,
 ``documents``, ``cache_salt``, ``model``,

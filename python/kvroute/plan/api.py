@@ -34,7 +34,7 @@ def whole_reason(api: Api, body: Body) -> WholeReason | None:
     """Why a request has to run whole on one engine, or None when prefill and decode can share it.
 
     vLLM gives one KV handle for all choices and for the first prompt only, so siblings would read blocks that are freed
-    already (contract, section 1); prompt logprobs need every prompt token computed where they are returned; a response
+    already; prompt logprobs need every prompt token computed where they are returned; a response
     object lives on the engine that made it. Such requests are right on one engine and gain nothing from two.
     """
     rules: tuple[tuple[WholeReason, bool], ...] = (
