@@ -81,6 +81,14 @@ async def test_err_01_no_answer_is_a_502_and_runs_nowhere_else(mode, body, scrip
     assert len(first.calls + second.calls) <= (1 if mode == "disaggregated" else 2)
 
 
+async def test_err_02_an_engine_that_dies_over_a_request_is_not_given_it_again(monkeypatch):
+    monkeypatch.setattr("kvroute.upstream.pool._MOMENT", 0.05)
+    async with fleet("aggregated", [0.2, RST]) as served, served.client() as client:
+        # On a connection that the probes left: only at once would its end be that of an idle connection.
+        assert (await client.request(target=CHAT, body=BASE)).status == 502
+        assert [call.connection for call in served.engine.calls] == [0]
+
+
 @both_modes
 @pytest.mark.parametrize("end", [RST, FIN, STALL], ids=repr)
 async def test_err_02_a_stream_that_breaks_off_is_not_retried_and_not_ended(mode, end):

@@ -85,9 +85,10 @@ class Pool:
     ) -> Exchange:
         """Sends a request and waits for the head of the response.
 
-        An engine may close a kept connection at the moment a request is sent on it. If not a byte of a response came,
-        the request is sent once more, on a new connection. That is safe for generation, which leaves nothing behind in
-        an engine but cached blocks; it is not for a request with a handle, which is spent once it is sent.
+        An engine may close a kept connection at the moment a request is sent on it. If that is seen at once and not a
+        byte of a response came, the request is sent once more, on a new connection. That is safe for generation, which
+        leaves nothing behind in an engine but cached blocks; it is not for a request with a handle, which is spent once
+        it is sent.
 
         Args:
             origin: The engine.
@@ -116,12 +117,15 @@ class Pool:
             if connection is None:
                 connection = await self._connect(origin, limits.connect)
             self._watch(connection, limits)
+            sent_at = asyncio.get_running_loop().time()
             response, head_came = connection.send(head, body, limits, request_is_head=method == "HEAD")
             try:
                 await head_came
             except UpstreamError as error:
                 connection.abort()
-                if not (kept and replay) or error.kind != "reset" or response.started:
+                # Later it is not an idle connection that ended, but an engine that died over the request.
+                late = asyncio.get_running_loop().time() - sent_at >= _MOMENT
+                if not (kept and replay) or error.kind != "reset" or response.started or late:
                     raise
                 connection = None
             except BaseException:
