@@ -40,18 +40,6 @@ def read_back(prefill: Engine) -> float:
     return prefill.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
 
 
-def forget(engine: Engine) -> None:
-    """Empty the prefix cache, so that what is reused can only come from the other engine."""
-    deadline = time.monotonic() + 20
-    while True:
-        request = urllib.request.Request(engine.url + "/reset_prefix_cache", method="POST")
-        with urllib.request.urlopen(request, timeout=10) as reply:
-            if reply.status == 200:
-                return
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def reuse(gateway: Gateway, outcome: str) -> float:
     return gateway.metric("kvroute_kv_reuse_total", outcome=outcome)
 
@@ -75,7 +63,7 @@ def test_three_chat_turns_of_the_openai_client_read_kv_back(gateway: Gateway, pa
     for number in range(3):
         messages.append({"role": "user", "content": text(100 + number, 90)})
         right = cold(decode, messages)
-        forget(prefill)
+        prefill.forget()
         before = read_back(prefill)
         content = ask(client, messages, stream=stream)
         assert content == right
@@ -90,7 +78,7 @@ def test_three_completions_turns_read_kv_back(gateway: Gateway, pair: Pair, stre
     for number in range(3):
         prompt += text(200 + number, 90)
         right = complete(decode, prompt, cache_salt=f"cold-{time.monotonic_ns()}", max_tokens=40)
-        forget(prefill)
+        prefill.forget()
         before = read_back(prefill)
         answer = complete(gateway, prompt, max_tokens=40, stream=stream, conversation_id=f"completions-{stream}")
         assert answer.status == 200, answer.body
@@ -179,7 +167,7 @@ def test_parallel_turns_of_one_conversation_are_both_right(gateway: Gateway, pai
         [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": text(401 + i, 30)}]
         for i in range(3)
     ]
-    forget(pair[0])
+    pair[0].forget()
     with ThreadPoolExecutor(len(branches)) as threads:
         answers = list(
             threads.map(lambda branch: chat(gateway, branch, max_tokens=40, conversation_id="parallel"), branches)
@@ -222,7 +210,7 @@ def test_the_time_of_a_second_turn_with_and_without_reuse(pair: Pair, tmp_path: 
             first = chat(gateway, messages, conversation_id="timed")
             assert first.status == 200, first.body
             messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": text(602, 30)}]
-            forget(pair[0])
+            pair[0].forget()
             before = prefill_seconds(gateway)
             second = chat(gateway, messages, conversation_id="timed")
             assert second.status == 200, second.body

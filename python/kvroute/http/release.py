@@ -51,7 +51,7 @@ async def _release(gateway: Gateway, handoff: Handle, holder: Endpoint, through:
     headers = [*headers_for(through), (b"Content-Type", b"application/json")]
     try:
         reply = await gateway.pool.fetch(
-            through.origin, "POST", "/v1/chat/completions", headers, body, limit=2**20, timeouts=_TIMEOUTS
+            through.origin, "POST", "/v1/chat/completions", headers, body, limit=2**20, timeouts=_TIMEOUTS, replay=False
         )
     except UpstreamError as error:
         gateway.metrics.releases.labels("failed").inc()
