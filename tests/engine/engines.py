@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .environment import say
@@ -23,10 +24,11 @@ from .model import SERVED_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
+STARTUP = Path(__file__).with_name("startup")
 START_DEADLINE_SECONDS = 300.0
 STOP_DEADLINE_SECONDS = 20.0
+FORGET_DEADLINE_SECONDS = 90.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -107,6 +109,24 @@ class Engine:
             if family == name and all(f'{key}="{wanted}"' in rest for key, wanted in labels.items()):
                 total += float(value)
         return total
+
+    def forget(self) -> None:
+        """Empty the prefix cache, so that what is reused comes from the other engine.
+
+        vLLM answers 200 and ``success: false`` while any block is held, such as those that wait for the other engine.
+
+        Raises:
+            EngineError: If blocks are held for longer than a lease lasts.
+        """
+        request = urllib.request.Request(self.url + "/reset_prefix_cache", method="POST")
+        deadline = time.monotonic() + FORGET_DEADLINE_SECONDS
+        while True:
+            with urllib.request.urlopen(request, timeout=10) as reply:
+                if json.loads(reply.read())["success"]:
+                    return
+            if time.monotonic() > deadline:
+                raise EngineError(f"engine {self.spec.name} still holds blocks; see {self.log}")
+            time.sleep(0.05)
 
     def alive(self) -> bool:
         """Tell whether the process runs and answers as healthy."""
@@ -198,10 +218,10 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         # An empty list keeps every plugin out, also those of other packages in the environment.
         "VLLM_PLUGINS": "kvroute" if spec.plugin else "",
+        "PYTHONPATH": str(STARTUP),
         "KVROUTE_UNSAFE_SKIP_VERIFICATION": "" if spec.verify else "1",
         **dict(spec.environment),
     }
-    environment.pop("PYTHONPATH", None)
     environment.pop("_KVROUTE_ENGINE_INSTANCE", None)
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{spec.name}-{port}.log"
