@@ -45,13 +45,12 @@ class PauseFinder(MetaPathFinder):
 
 def adjust(api: Any) -> None:
     """Give every agent configuration made by NIXL's API module a pause."""
-    bindings = api.nixlBind
+    plain: Any = api.nixlBind.nixlAgentConfig
 
-    class Configuration(bindings.nixlAgentConfig):  # type: ignore[misc]  # a class of a compiled module
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, PAUSE_MICROSECONDS if name == "pthrDelay" else value)
+    def set_member(self: Any, name: str, value: Any) -> None:
+        plain.__setattr__(self, name, PAUSE_MICROSECONDS if name == "pthrDelay" else value)
 
-    bindings.nixlAgentConfig = Configuration
+    api.nixlBind.nixlAgentConfig = type("nixlAgentConfig", (plain,), {"__setattr__": set_member})
 
 
 sys.meta_path.insert(0, PauseFinder())
