@@ -259,7 +259,12 @@ def running(specs: Sequence[EngineSpec], python: Path, model: Path, logs: Path) 
             stack.callback(engine.stop)
             engines.append(engine)
             say(f"engine {spec.name}: starting on {engine.url}, log {engine.log}")
-        for engine in engines:
-            engine.wait_ready(started + START_DEADLINE_SECONDS)
-            say(f"engine {engine.spec.name}: healthy after {time.monotonic() - started:.0f} s")
-        yield engines
+        try:
+            for engine in engines:
+                engine.wait_ready(started + START_DEADLINE_SECONDS)
+                say(f"engine {engine.spec.name}: healthy after {time.monotonic() - started:.0f} s")
+            yield engines
+        finally:
+            # All at once, so that the waits for their ends run together.
+            for engine in engines:
+                engine.process.terminate()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,12 +38,6 @@ def cold(engine: Engine, messages: Messages, **members: Any) -> str:
 
 def read_from_decode(prefill: Engine) -> float:
     return prefill.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
-
-
-def forget(prefill: Engine) -> None:
-    """Empty an engine's prefix cache, so that what it reuses comes from the other engine."""
-    request = urllib.request.Request(prefill.url + "/reset_prefix_cache", method="POST")
-    eventually(lambda: urllib.request.urlopen(request, timeout=10).status == 200)
 
 
 def used(engine: Engine) -> float:
@@ -122,7 +115,7 @@ def test_a_grown_conversation_is_read_back_and_answers_as_if_cold(pair: Pair) ->
     last = turn(prefill, decode, messages)
     for seed in (5, 6):
         messages = grown(messages, last, seed)
-        forget(prefill)
+        prefill.forget()
         before = read_from_decode(prefill)
         last = turn(prefill, decode, messages, last.handle)
         assert last.reuse is not None
@@ -141,7 +134,7 @@ def test_exactly_equal_tokens_are_all_read(pair: Pair) -> None:
     held = reply.params["kvroute"]["tokens"]
     assert held == 100 + 24 - 1
     longer = [*prompt, *reply.token_ids, 500, 501]
-    forget(prefill)
+    prefill.forget()
     second = complete(prefill, longer, reply.params, max_tokens=1)
     assert second.params is not None
     assert second.params["kvroute_reuse"] == {
@@ -165,7 +158,7 @@ def test_a_turn_ended_by_a_stop_token_claims_no_more_than_it_holds(pair: Pair) -
     assert record["tokens"] == prompt + len(last.decode.token_ids) - 1
     assert record["tokens"] <= last.handle["remote_num_tokens"]
     messages = grown(messages, last, 8)
-    forget(prefill)
+    prefill.forget()
     assert turn(prefill, decode, messages, last.handle).text == cold(prefill, messages)
 
 
@@ -187,7 +180,7 @@ def test_a_late_edit_reads_what_is_before_it(pair: Pair) -> None:
     messages = [user(text(11, 80)), assistant(text(12, 20)), user(text(13, 20))]
     last = turn(prefill, decode, messages)
     edited = grown([messages[0], assistant("I never said that."), messages[2]], last, 14)
-    forget(prefill)
+    prefill.forget()
     second = turn(prefill, decode, edited, last.handle)
     assert second.reuse is not None
     assert (second.reuse["outcome"], second.reuse["reason"]) == ("trimmed", "diverged")
@@ -199,7 +192,7 @@ def test_a_regenerated_turn_reads_its_prompt_only(pair: Pair) -> None:
     prefill, decode = pair
     messages = [user(text(15, 100))]
     last = turn(prefill, decode, messages)
-    forget(prefill)
+    prefill.forget()
     again = turn(prefill, decode, messages, last.handle)
     assert again.reuse is not None
     assert (again.reuse["outcome"], again.reuse["reason"]) == ("trimmed", "prompt_end")
@@ -329,7 +322,7 @@ def test_random_conversations_answer_as_if_cold(pair: Pair) -> None:
         for step in range(4):
             messages = mutated(rng, messages, last, 1000 + 10 * conversation + step)
             if rng.random() < 0.5:
-                forget(prefill)
+                prefill.forget()
             last = turn(prefill, decode, messages, last.handle, stream=rng.random() < 0.5)
             assert last.reuse is not None
             outcomes.append(last.reuse["outcome"])
