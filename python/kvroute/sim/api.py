@@ -39,10 +39,14 @@ class Api(Protocol):
     Attributes:
         ask: What it asks of the engine.
         streams: Whether the client wants a stream.
+        ending: What ends a stream after an error.
+        error_event: What precedes the data of an error event.
     """
 
     ask: Ask
     streams: bool
+    ending: bytes
+    error_event: bytes
 
     def __init__(self, members: Members) -> None:
         """Read the body; raises `ApiError` for what the engine refuses."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class Chat:
     """A chat request; see `kvroute.sim.api.Api`."""
 
+    ending = DONE
+    error_event = b""
+
     def __init__(self, members: Members) -> None:
         self._name, lora = members.model()
         self.streams = members.stream()
@@ -88,7 +91,7 @@ class Chat:
         if delta.finish is not None:
             choice["stop_reason"] = delta.stop_reason
         choice["token_ids"] = delta.tokens if self._ids else None
-        if delta.finish is None:
+        if delta.finish is None or self._usage:
             return self._chunk([choice])
         return self._chunk([choice], system_fingerprint=FINGERPRINT)
 

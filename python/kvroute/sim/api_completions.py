@@ -20,6 +20,9 @@ DEFAULT_TOKENS = 16
 class Completions:
     """A completions request; see `kvroute.sim.api.Api`."""
 
+    ending = DONE
+    error_event = b""
+
     def __init__(self, members: Members) -> None:
         self._name, lora = members.model()
         self.streams = members.stream()
@@ -74,7 +77,9 @@ class Completions:
             "token_ids": delta.tokens if self._ids else None,
         }
         tree = self._head | {"choices": [choice]}
-        return event(tree if delta.finish is None else tree | {"system_fingerprint": FINGERPRINT})
+        # The fingerprint stands in the stream's last chunk.
+        last = delta.finish is not None and not self._usage
+        return event(tree | {"system_fingerprint": FINGERPRINT} if last else tree)
 
     def tail(self, generation: Generation, params: dict[str, Any] | None) -> list[bytes]:
         """Usage, the plugin's event, and the end."""

@@ -110,11 +110,11 @@ class Connector:
 
     def _read(self, sequence: Sequence, params: dict[str, Any], external: int) -> Read | None:
         local = [block for block in sequence.blocks if block.hash is None] if external else []
+        if not local:
+            self.release_remote(params)  # a full hit: the holder is told, nothing moves
+            return None
         now = self._clock.now()
         source = self._fabric.dial(params)
-        if not local:
-            source.done(params["remote_request_id"])  # a full hit: the holder is told, nothing moves
-            return None
         deadline = params.get("remote_blocks_expiry_time")
         if self.spec.bidirectional and deadline is not None and now >= deadline - EXPIRY_SLACK_SECONDS:
             self.agent.expired += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 import time
@@ -14,6 +15,7 @@ from aiohttp import web
 from kvroute.sim.clock import Link
 from kvroute.sim.connector import Connector
 from kvroute.sim.driver import Driver
+from kvroute.sim.events import Publisher
 from kvroute.sim.faults import Faults
 from kvroute.sim.journal import Journal, Violation
 from kvroute.sim.metrics import exposition
@@ -58,6 +60,8 @@ class Engine:
         self._fabric = fabric
         self._storage = storage
         self._plugin = Plugin(spec)
+        self._publishers: list[Publisher] = []
+        self._event_ports = [(0, 0)] * spec.dp_size
         self._side_ports = [fabric.port() for _ in range(spec.dp_size)]
         self._instance = ""
         self._created = 0
@@ -78,6 +82,11 @@ class Engine:
         """Why the engine core died, or None."""
         return next((core.dead for core in self.cores if core.dead is not None), None)
 
+    @property
+    def listening(self) -> bool:
+        """Whether connections are taken, or the server is still ending after its core died."""
+        return self._site is not None or (self._dying is not None and not self._dying.done())
+
     async def start(self) -> None:
         """Start with an empty cache and a new engine id.
 
@@ -87,6 +96,9 @@ class Engine:
         self.runs += 1
         self._instance = secrets.token_hex(16)
         self._created = int(time.time())
+        if self.spec.events:
+            self._publishers = [self._publisher(rank) for rank in range(self.spec.dp_size)]
+            self._event_ports = [publisher.ports for publisher in self._publishers]
         self.cores = [self._core(rank) for rank in range(self.spec.dp_size)]
         self.drivers = [Driver(core, self.clock, self.spec.name) for core in self.cores]
         self._runner = web.AppRunner(
@@ -115,12 +127,23 @@ class Engine:
             self.spec,
             self.clock,
             storage=self._storage,
-            journal=Journal(None),
+            journal=Journal(self._publishers[rank].publish if self._publishers else None),
             make_connector=connect if self.spec.has_nixl else None,
         )
         core.violations = self.violations
         core.on_death = self._died
         return core
+
+    def _publisher(self, rank: int) -> Publisher:
+        spec = self.spec
+        return Publisher(
+            host=spec.host,
+            topic=f"kv@{spec.name}@{spec.model}",
+            rank=rank,
+            shape=spec.event_shape,
+            buffer=spec.event_buffer,
+            ports=self._event_ports[rank],
+        )
 
     def _engine_id(self, rank: int) -> str:
         stem = f"{self.spec.name}-{self.runs}"
@@ -175,6 +198,9 @@ class Engine:
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
+        publishers, self._publishers = self._publishers, []
+        for publisher in publishers:
+            await publisher.close()
         if self._dying is not None and self._dying is not asyncio.current_task():
             await self._dying
 
@@ -241,7 +267,45 @@ class Engine:
 
     def event_sources(self) -> dict[str, Any]:
         """The answer of ``/kv_event_sources``."""
-        return {}
+        return {str(publisher.rank): publisher.source for publisher in self._publishers}
+
+    def disturb(self, kind: str, count: int = 1) -> None:
+        """Do something to the engine's state.
+
+        Args:
+            kind: ``unhealthy`` and ``healthy`` for ``/health``; ``expire`` ends all leases now; ``fail_reads`` lets the
+                next reads of its blocks fail; ``drop_events`` and ``late_events`` lose or delay KV event batches.
+            count: Reads or batches.
+        """
+        if kind in ("unhealthy", "healthy"):
+            self.faults.unhealthy = kind == "unhealthy"
+        agents = [core.connector.agent for core in self.cores if core.connector is not None]
+        for agent in agents:
+            if kind == "expire":
+                agent.expire(force=True)
+            elif kind == "fail_reads":
+                agent.fail_reads += count
+        for publisher in self._publishers:
+            if kind == "drop_events":
+                publisher.dropping += count
+            elif kind == "late_events":
+                publisher.late += count
+
+    def state(self) -> dict[str, Any]:
+        """What ``GET /sim/state`` answers."""
+        return {
+            "name": self.spec.name,
+            "runs": self.runs,
+            "dead": self.dead,
+            "seconds": self.clock.now(),
+            "time_scale": self.clock.scale,
+            "running": self.running(),
+            "used_blocks": self.used_blocks(),
+            "pinned_blocks": self.pinned_blocks(),
+            "lag_seconds": max((driver.lag_seconds for driver in self.drivers), default=0.0),
+            "slipped_seconds": sum(driver.slipped_seconds for driver in self.drivers),
+            "violations": [dataclasses.asdict(violation) for violation in self.violations],
+        }
 
     def reset_prefix_cache(self, *, external: bool) -> bool:
         """Empty the caches of all ranks."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvroute.sim.clock import Clock, Link
 from kvroute.sim.config import EngineSpec, SimError
 from kvroute.sim.engine import Engine
+from kvroute.sim.events import require
 from kvroute.sim.tiers import Tier
 from kvroute.sim.transfer import Fabric
 
@@ -27,13 +28,16 @@ class SimFleet:
         time_scale: Wall seconds per simulated second, see `Clock`. 0 waits for nothing.
 
     Raises:
-        SimError: When two engines have one name, or engines of one node different storage.
+        SimError: When two engines have one name, engines of one node different storage, or events are asked for and
+            the extra for them is not installed.
     """
 
     def __init__(self, specs: Sequence[EngineSpec], *, time_scale: float = 1.0) -> None:
         names = [spec.name for spec in specs]
         if len(set(names)) != len(names):
             raise SimError("each engine needs a name of its own")
+        if any(spec.events for spec in specs):
+            require()
         self.clock = Clock(time_scale)
         self.fabric = Fabric()
         self._engines = {

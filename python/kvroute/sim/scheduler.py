@@ -168,24 +168,20 @@ class EngineCore:
         """Decide the next step; None when there is nothing to compute now."""
         if self.dead is not None:
             return None
-        try:
-            if self.connector is not None:
-                self.connector.agent.expire()
-            self._finish_loads()
-            budget = self.spec.max_num_batched_tokens
-            work: list[tuple[Sequence, int]] = []
-            for sequence in list(self.running):
-                count = min(len(sequence.tokens) - sequence.computed, budget)
-                if count <= 0 or sequence.state != "running":
-                    continue
-                if not self._grow(sequence, sequence.computed + count):
-                    continue  # it was preempted itself
-                work.append((sequence, count))
-                budget -= count
-            self._admit(work, budget)
-        except EngineDeadError as error:
-            self.die(str(error))
-            return None
+        if self.connector is not None:
+            self.connector.agent.expire()
+        self._finish_loads()
+        budget = self.spec.max_num_batched_tokens
+        work: list[tuple[Sequence, int]] = []
+        for sequence in list(self.running):
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            if count <= 0 or sequence.state != "running":
+                continue
+            if not self._grow(sequence, sequence.computed + count):
+                continue  # it was preempted itself
+            work.append((sequence, count))
+            budget -= count
+        self._admit(work, budget)
         work = [(sequence, count) for sequence, count in work if sequence.state == "running"]
         return Step(work, self._cost(work)) if work else None
 
@@ -207,9 +203,8 @@ class EngineCore:
             sequence = self.waiting[0]
             if self.clock.scale and sequence.arrived + self.costs.request_seconds > now:
                 return
-            if not self._place(sequence):
+            if not self._place(sequence) or self.dead is not None:
                 return
-            self.waiting.popleft()
             if sequence.admitted is None:
                 sequence.admitted = now
             if sequence.state != "running":
@@ -220,7 +215,7 @@ class EngineCore:
                 budget -= count
 
     def _place(self, sequence: Sequence) -> bool:
-        """Find what is cached of a waiting request, and give it blocks; False when there are too few."""
+        """Find what is cached of the first waiting request, and give it blocks; False when there are too few."""
         size = self.spec.block_size
         if self.spec.prefix_caching and not sequence.hashes:
             sequence.hashes = block_hashes(sequence.tokens, size, salt=sequence.salt, lora=sequence.lora)
@@ -248,6 +243,7 @@ class EngineCore:
         if sequence.preemptions == 0:
             sequence.cached = {"device": local}
             self.stats.queried(sequence.prompt_tokens, local, external or len(found) * size)
+        self.waiting.popleft()
         self._begin(sequence, external, Load(fresh, found, 0.0) if found else None)
         return True
 
@@ -260,6 +256,7 @@ class EngineCore:
                 self._load_failed(sequence, error)
                 return
             except EngineDeadError as error:
+                self.loading[sequence] = None  # it ends with all others
                 self.die(str(error), sequence.request_id)
                 return
         if load is not None:

@@ -36,7 +36,7 @@ class Sampling:
     salt: bytes = b""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """A prompt and what becomes of it.
 

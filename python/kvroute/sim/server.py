@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kvroute.sim import tokens
-from kvroute.sim.api import DONE, Api, Reply, event
+from kvroute.sim.admin import Admin
+from kvroute.sim.api import Api, Reply, event
 from kvroute.sim.api_chat import Chat, messages_of
 from kvroute.sim.api_completions import Completions
+from kvroute.sim.api_messages import Messages
+from kvroute.sim.api_responses import Responses
 from kvroute.sim.body import Members
 from kvroute.sim.errors import ApiError, busy, failed, json_response
 from kvroute.sim.faults import Exposure
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 APIS: dict[str, Callable[[Members], Api]] = {
     "/v1/chat/completions": Chat,
     "/v1/completions": Completions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
 }
 _EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8"}
 
@@ -51,6 +56,7 @@ class Surface:
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/reset_prefix_cache", self._reset)
         app.router.add_post("/{path:(inference/v1/.*|.*/render)}", self._scale_out)
+        Admin(self._engine).attach(app)
         return app
 
     # -- generation --------------------------------------------------------------------------------------------------
@@ -62,6 +68,9 @@ class Surface:
                 await exposure.before()
                 return await self._generate(request, make, exposure)
             except ApiError as error:
+                if make is Messages:
+                    tree = {"type": "error", "error": {"type": error.kind, "message": error.message}}
+                    return json_response(tree, error.status)
                 return error.response()
 
         return serve
@@ -71,7 +80,8 @@ class Surface:
     ) -> web.StreamResponse:
         engine = self._engine
         members = await Members.read(request, engine.spec)
-        core = engine.core_for(request.headers.get("X-data-parallel-rank"))
+        wanted = None if make is Responses else request.headers.get("X-data-parallel-rank")
+        core = engine.core_for(wanted)
         try:
             api = make(members)
             if engine.spec.max_queued and core.load + len(api.ask.prompts) * api.ask.n > engine.spec.max_queued:
@@ -115,7 +125,7 @@ class Surface:
             await self._write(response, api.tail(generation, self._stream_params(generation)), exposure)
         except (GenerationError, ApiError) as error:
             body = error.body if isinstance(error, ApiError) else failed(str(error)).body
-            await response.write(event(body) + DONE)
+            await response.write(api.error_event + event(body) + api.ending)
         await response.write_eof()
         return response
 
