@@ -71,20 +71,30 @@ def test_three_chat_turns_of_the_openai_client_read_kv_back(gateway: Gateway, pa
         messages.append({"role": "assistant", "content": content})
 
 
+def complete_with(client: openai.OpenAI, prompt: str, *, stream: bool) -> str:
+    create = client.with_options(max_retries=0).completions.create
+    members: dict[str, Any] = {"model": SERVED_NAME, "prompt": prompt, "temperature": 0, "max_tokens": 40}
+    named = {"conversation_id": f"completions-{stream}"}
+    if stream:
+        chunks = create(**members, stream=True, extra_body=named)
+        return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    return create(**members, stream=False, extra_body=named).choices[0].text
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_three_completions_turns_read_kv_back(gateway: Gateway, pair: Pair, stream: bool) -> None:
+def test_three_completions_of_the_openai_client_read_kv_back(gateway: Gateway, pair: Pair, stream: bool) -> None:
     prefill, decode = pair
+    client = openai.OpenAI(base_url=gateway.url + "/v1", api_key="none")
     prompt = ""
     for number in range(3):
         prompt += text(200 + number, 90)
-        right = complete(decode, prompt, cache_salt=f"cold-{time.monotonic_ns()}", max_tokens=40)
+        right = complete(decode, prompt, cache_salt=f"cold-{time.monotonic_ns()}", max_tokens=40).text
         prefill.forget()
         before = read_back(prefill)
-        answer = complete(gateway, prompt, max_tokens=40, stream=stream, conversation_id=f"completions-{stream}")
-        assert answer.status == 200, answer.body
-        assert answer.text == right.text
+        answer = complete_with(client, prompt, stream=stream)
+        assert answer == right
         assert (read_back(prefill) > before) == (number > 0)
-        prompt += answer.text + " "
+        prompt += answer + " "
 
 
 def converse(gateway: Gateway, *, first_seed: int, talks: int, turns: int) -> list[tuple[str, Messages, str]]:
