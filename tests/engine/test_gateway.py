@@ -78,7 +78,8 @@ def complete_with(client: openai.OpenAI, prompt: str, *, stream: bool) -> str:
     if stream:
         chunks = create(**members, stream=True, extra_body=named)
         return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-    return create(**members, stream=False, extra_body=named).choices[0].text
+    answer = create(**members, stream=False, extra_body=named)
+    return str(answer.choices[0].text)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
