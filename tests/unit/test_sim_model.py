@@ -1,14 +1,17 @@
 """The simulator's tokens, blocks and text: right KV gives the text of the tokens, wrong KV gives another one."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvroute.sim import tokens
 from kvroute.sim.blocks import Block, BlockPool, block_hashes
 from kvroute.sim.model import START, UNIT, Cursor
 
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+
+@unhurried
 @given(st.text(max_size=200))
 def test_text_survives_the_tokenizer(text):
     plain = text.replace("<|", "<")
@@ -52,6 +55,7 @@ def fill(ids, block_size, cursor):
     return blocks
 
 
+@unhurried
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=300), st.sampled_from([16, 32, 128]), st.data())
 def test_the_next_token_depends_on_the_tokens_alone(ids, block_size, data):
     cold = Cursor()

@@ -98,8 +98,8 @@ def test_kv_load_tiers_filter_secondary_tiers_only(tiers, allowed):
     block.hash = b"cpu"
     offload.store(block)
     storage.put(b"disk", block)
-    found = [item.name for item in offload.match([b"cpu", b"disk"], {"kv_load_tiers": tiers})]
-    assert found == ([b"cpu", b"disk"] if allowed else [b"cpu"])
+    found = [item.tier.medium for item in offload.match([b"cpu", b"disk"], {"kv_load_tiers": tiers})]
+    assert found == (["CPU", "STORAGE"] if allowed else ["CPU"])
 
 
 def test_loads_queue_on_a_tier_and_wait_as_deferred(lab):
@@ -109,6 +109,17 @@ def test_loads_queue_on_a_tier_and_wait_as_deferred(lab):
     first = link.send(1e9, 0.0)
     assert link.send(1e9, 0.0) == pytest.approx(2 * first)
     assert link.send(1e9, 10.0) == pytest.approx(10 + first)
+
+
+def test_blocks_that_are_pushed_out_to_make_room_for_their_own_load_are_not_lost(lab):
+    core = lab.core("e", "both", num_gpu_blocks=48, cpu_blocks=BLOCKS + 1)
+    first = reply(lab.run(core))
+    core.offload.cpu.capacity = 1000
+    evict(lab, core)
+    core.offload.cpu.capacity = 1
+    again = lab.run(core)
+    assert again.cached["host"] == BLOCKS * 16
+    assert reply(again) == first
 
 
 def test_tiers_tell_what_moved(lab):

@@ -11,12 +11,16 @@ class Clock:
     Args:
         scale: Wall seconds per simulated second. 1 is real time, 0.1 ten times faster. With 0 nothing waits: steps and
             transfers end at once, and time passes only by `advance`, so that tests of leases need no sleeps.
+
+    Attributes:
+        slipped: Whether an engine could not keep up with it.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
         if not 0 <= scale <= 1000:
             raise ValueError(f"time scale {scale} is not in 0..1000")
         self.scale = scale
+        self.slipped = False
         self._start = time.monotonic()
         self._skipped = 0.0
 

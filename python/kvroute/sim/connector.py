@@ -125,10 +125,16 @@ class Connector:
         remote = remote[-len(local) :]
         if not all(type(block) is int and 0 <= block < len(source.pool.blocks) for block in remote):
             raise TransferError("remote block ids out of range")
-        size = len(local) * self.spec.block_size * self.spec.costs.kv_bytes_per_token
-        self.bytes_read += size
+        costs = self.spec.costs
+        size: float = len(local) * self.spec.block_size * costs.kv_bytes_per_token
+        self.bytes_read += int(size)
+        start = now
+        if params.get("do_remote_decode"):
+            # Reading back was published as slower than handing over: such bytes count for more on the same link.
+            size *= costs.transfer_bytes_per_second / costs.readback_bytes_per_second
+            start += costs.readback_setup_seconds - costs.transfer_setup_seconds
         # Both ends carry it: the busier one decides.
-        ready = max(self.agent.link.send(size, now), source.link.send(size, now))
+        ready = max(self.agent.link.send(size, start), source.link.send(size, start))
         # The reader's worker keeps the lease alive until the read is over.
         source.heartbeat(params["remote_request_id"], start=True)
         return Read(source, params["remote_request_id"], local, remote, ready)

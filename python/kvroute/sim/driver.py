@@ -36,7 +36,6 @@ class Driver:
         self._clock = clock
         self._name = name
         self._wake = asyncio.Event()
-        self._warned = False
         core.on_wake = self._wake.set
 
     async def run(self) -> None:
@@ -76,8 +75,8 @@ class Driver:
         if self.lag_seconds <= LAG_SECONDS:
             return due
         self.slipped_seconds += self.lag_seconds
-        if not self._warned:
-            self._warned = True
+        if not self._clock.slipped:
+            self._clock.slipped = True  # one engine says it for all: they share the event loop
             log.warning(
                 "engine %s cannot keep its clock: a step ended %.2f s late. Times are too long from here; "
                 "use a larger --time-scale or fewer streams (kvroute_sim_clock_slipped_seconds_total counts)",

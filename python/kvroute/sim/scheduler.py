@@ -13,10 +13,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvroute.sim import tokens as vocabulary
-from kvroute.sim.blocks import Block, BlockPool, block_hashes, next_hash
+from kvroute.sim.blocks import Block, BlockPool, block_hashes
 from kvroute.sim.connector import Connector, EngineDeadError
+from kvroute.sim.filling import Filling
 from kvroute.sim.journal import Journal, Violation
-from kvroute.sim.model import GARBAGE, Cursor
+from kvroute.sim.model import Cursor
 from kvroute.sim.stats import Stats
 from kvroute.sim.tiers import Load, Offload, Tier
 from kvroute.sim.transfer import Read, TransferError
@@ -68,6 +69,7 @@ class EngineCore:
         self.journal = journal if journal is not None else Journal(None)
         self.offload = Offload(spec, storage, self.journal.moved)
         self.pool = BlockPool(spec.num_gpu_blocks, spec.block_size, self._evicted)
+        self._filling = Filling(spec, self.pool, self.journal)
         self.connector = make_connector(self.pool, self.wake) if make_connector is not None else None
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -158,11 +160,16 @@ class EngineCore:
         times = [item.ready for item in self.loading.values() if item is not None]
         times += [item.ready for _, item in self.orphans]
         if self.waiting:
-            times.append(self.waiting[0].arrived + self.costs.request_seconds)
+            times.append(self._ready(self.waiting[0]))
             if self.connector is not None:
                 times.append(self.connector.agent.next_deadline())
         now = self.clock.now()
         return min((time for time in times if time > now), default=math.inf)
+
+    def _ready(self, sequence: Sequence) -> float:
+        """When a request has come through the API server."""
+        taken_over = (sequence.params or {}).get("do_remote_prefill")
+        return sequence.arrived + self.costs.request_seconds + (0.0 if taken_over else self.costs.prompt_seconds)
 
     def schedule(self) -> Step | None:
         """Decide the next step; None when there is nothing to compute now."""
@@ -201,7 +208,7 @@ class EngineCore:
         now = self.clock.now()
         while self.waiting and budget > 0 and len(self.running) + len(self.loading) < self.spec.max_num_seqs:
             sequence = self.waiting[0]
-            if self.clock.scale and sequence.arrived + self.costs.request_seconds > now:
+            if self.clock.scale and self._ready(sequence) > now:
                 return
             if not self._place(sequence) or self.dead is not None:
                 return
@@ -310,30 +317,8 @@ class EngineCore:
         else:
             read.finish()
             loaded = sum(sequence.cached.values())
-        self._adopt(sequence, loaded)
+        self._filling.adopt(sequence, loaded)
         self._run(sequence)
-
-    def _adopt(self, sequence: Sequence, total: int) -> None:
-        """See what was loaded; after a whole prompt its last token is computed again, for its logits."""
-        size = self.spec.block_size
-        if total >= len(sequence.tokens):
-            total = len(sequence.tokens) - 1
-        first = sequence.computed // size
-        for index in range(first, len(sequence.blocks)):
-            block = sequence.blocks[index]
-            count = min(size, total - index * size)
-            if len(block.tokens) > count:
-                del block.tokens[max(count, 0) :]
-                block.after = None
-            elif len(block.tokens) < count:
-                block.tokens += [GARBAGE] * (count - len(block.tokens))
-                block.after = None
-            if count > 0:
-                if block.context != sequence.cursor.state:
-                    block.after = b""  # it will be filled in two contexts
-                sequence.cursor.use(block, count)
-        sequence.computed = max(total, sequence.computed)
-        self._cache(sequence, first, sequence.computed // size)
 
     def _load_failed(self, sequence: Sequence, error: TransferError) -> None:
         self.stats.failed_transfers += 1
@@ -386,50 +371,6 @@ class EngineCore:
         self.stats.preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _cache(self, sequence: Sequence, first: int, end: int) -> None:
-        """Make full blocks ``first`` to ``end`` findable, under the hashes of what they should hold."""
-        if not self.spec.prefix_caching:
-            return
-        size = self.spec.block_size
-        hashes = sequence.hashes
-        while len(hashes) < end:
-            start = len(hashes) * size
-            tokens = sequence.tokens[start : start + size]
-            hashes.append(
-                next_hash(hashes[-1], tokens, lora=sequence.lora)
-                if hashes
-                else block_hashes(tokens, size, salt=sequence.salt, lora=sequence.lora)[0]
-            )
-        limit = sequence.offload_limit
-        fresh = []
-        for index in range(first, end):
-            block = sequence.blocks[index]
-            if self.pool.cache(block, hashes[index]):
-                block.offload = limit is None or (index + 1) * size <= limit
-                fresh.append(index)
-        if fresh and self.journal.publish is not None:
-            self._announce(sequence, fresh)
-
-    def _announce(self, sequence: Sequence, fresh: list[int]) -> None:
-        size = self.spec.block_size
-        start = 0
-        for stop in range(1, len(fresh) + 1):
-            if stop < len(fresh) and fresh[stop] == fresh[stop - 1] + 1:
-                continue
-            run = fresh[start:stop]
-            keys: list[list[str] | None] = [[sequence.lora] if sequence.lora else None for _ in run]
-            if run[0] == 0 and sequence.extra_keys:
-                keys[0] = list(sequence.extra_keys)
-            self.journal.stored(
-                sequence.hashes[run[0] : run[-1] + 1],
-                parent=sequence.hashes[run[0] - 1] if run[0] else None,
-                tokens=sequence.tokens[run[0] * size : (run[-1] + 1) * size],
-                block_size=size,
-                lora=sequence.lora,
-                extra_keys=keys,
-            )
-            start = stop
-
     # -- results -----------------------------------------------------------------------------------------------------
 
     def commit(self, step: Step) -> None:
@@ -440,33 +381,11 @@ class EngineCore:
             if sequence.state != "running":
                 continue  # aborted or preempted meanwhile
             computed += count
-            self._write(sequence, count)
+            self._filling.write(sequence, count)
             if sequence.computed == len(sequence.tokens):
                 self._sample(sequence, now)
         self.stats.step(step.seconds, computed, len(step.work))
         self.journal.flush()
-
-    def _write(self, sequence: Sequence, count: int) -> None:
-        """Compute the KV of the next ``count`` tokens into the sequence's blocks."""
-        size = self.spec.block_size
-        cursor = sequence.cursor
-        position, end = sequence.computed, sequence.computed + count
-        first = position // size
-        while position < end:
-            block = sequence.blocks[position // size]
-            offset = position % size
-            if offset == 0:
-                block.context, block.tokens, block.after = cursor.state, [], None
-            taken = min(size - offset, end - position)
-            chunk = sequence.tokens[position : position + taken]
-            block.tokens += chunk
-            cursor.feed(chunk)
-            position += taken
-            if offset + taken == size and block.after is None:
-                block.after = cursor.state
-        sequence.computed = end
-        if end // size > first:
-            self._cache(sequence, first, end // size)
 
     def _sample(self, sequence: Sequence, now: float) -> None:
         sampling = sequence.sampling

@@ -70,31 +70,26 @@ class Tier:
         self._blocks.clear()
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A block found outside the GPU."""
+    """A block found outside the GPU; it is pinned by this, should its tier give it up before the load is over."""
 
-    name: bytes
     tier: Tier
+    block: Block
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """A load under way: blocks to fill and the simulated time at which it ends."""
+    """A load under way: blocks to fill, what goes in, and the simulated time at which it ends."""
 
     local: list[Block]
     found: list[Found]
     ready: float
 
     def finish(self) -> None:
-        """Copy the blocks; those that were pushed out meanwhile are still in the transfer's buffer."""
-        for block, copy in zip(self.local, self._copies, strict=True):
-            block.fill_from(copy)
-
-    _copies: list[Block] = dataclasses.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._copies = [item.tier.get(item.name) for item in self.found]
+        """Copy the blocks."""
+        for block, item in zip(self.local, self.found, strict=True):
+            block.fill_from(item.block)
 
 
 class Offload:
@@ -158,7 +153,7 @@ class Offload:
             tier = next((tier for tier in (self.cpu, storage) if tier is not None and name in tier), None)
             if tier is None:
                 break
-            found.append(Found(name, tier))
+            found.append(Found(tier, tier.get(name)))
         return found
 
     def load_limit(self, params: dict[str, Any] | None) -> int | None:
