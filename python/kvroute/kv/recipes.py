@@ -13,14 +13,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import orjson
-
-from kvroute._core import Edits
+from kvroute._core import Body, BodyError, Edits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvroute._core import Body
     from kvroute.plan.api import Api
 
 # Output only, in every API.
@@ -94,11 +91,14 @@ class Recipe:
 
 
 def _forces_a_tool(choice: bytes | None) -> bool:
+    """Read from the text, because what a client sends here may be anything of any size."""
     if choice is None:
         return False
-    tree = orjson.loads(choice)
-    kind = tree.get("type") if isinstance(tree, dict) else tree
-    return kind not in {None, "auto", "none"}
+    try:
+        kind = Body.scan(choice).raw("type") if choice.startswith(b"{") else choice
+    except BodyError:
+        return True  # an engine may still find a tool in it
+    return kind is not None and kind.startswith(b'"') and kind not in {b'"auto"', b'"none"'}
 
 
 # Taken out of every leg: the gateway's own member, and members by which a client could name addresses.
