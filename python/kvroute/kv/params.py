@@ -25,6 +25,7 @@ _COLD = (
     b'"do_remote_decode":true,"do_remote_prefill":false,'
     b'"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null'
 )
+_LONGEST_COUNT = len(str(2**63))  # digits; Python refuses to read numbers of thousands of them
 _NOTHING = Edits()
 _DISCARD = Edits(set={"do_remote_decode": b"true", "do_remote_prefill": b"false", "remote_num_tokens": b"0"})
 _READ_BACK = Edits(set={"do_remote_decode": b"true", "do_remote_prefill": b"false"})
@@ -87,7 +88,7 @@ def _check_policy(name: str, raw: bytes) -> None:
             raise ParamsError(path, 'a list of {"medium": "cpu" | "storage", "locality": "local" | "remote"}')
         return
     # vLLM takes strict integers only: true, "0" and 0.0 would switch the policy off without a word.
-    if not raw.isdigit() or int(raw) >= 2**63:
+    if not raw.isdigit() or len(raw) > _LONGEST_COUNT or int(raw) >= 2**63:
         raise ParamsError(path, "an integer from 0 to 9223372036854775807")
 
 
