@@ -22,7 +22,7 @@ class BodyError(ValueError):
     """A request body that the gateway cannot take. Its text is a sentence for the client, with the offset."""
 
     kind: str
-    """`not_json`, `not_an_object`, `duplicate_member`, `too_deep`, `invalid_utf8` or `wrong_type`."""
+    """`not_json`, `not_an_object`, `duplicate_member`, `too_deep`, `too_many_members`, `invalid_utf8`, `wrong_type`."""
     offset: int
     """Bytes from the start of the body to where it shows."""
     member: str | None

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use kvroute_core::body::{Body, BodyError, Edits, ErrorKind, MAX_DEPTH, is_json};
+use kvroute_core::body::{Body, BodyError, Edits, ErrorKind, MAX_DEPTH, MAX_MEMBERS, is_json};
 use proptest::prelude::*;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
@@ -228,6 +228,20 @@ fn brackets_must_match_at_every_depth_of_the_stack() {
             format!("[{open}1{close},{objects}1{close}]").as_bytes()
         ));
     }
+}
+
+#[test]
+fn members_are_counted_at_the_top_only() {
+    let members = |count: usize| {
+        let members: Vec<_> = (0..count).map(|at| format!("\"{at}\":1")).collect();
+        format!("{{{}}}", members.join(","))
+    };
+    assert!(Body::scan(members(MAX_MEMBERS)).is_ok());
+    assert!(Body::scan(format!("{{\"a\":{}}}", members(MAX_MEMBERS + 1))).is_ok());
+    assert_eq!(
+        Body::scan(members(MAX_MEMBERS + 1)).unwrap_err().kind,
+        ErrorKind::TooManyMembers
+    );
 }
 
 #[test]

@@ -27,6 +27,9 @@ pub enum ErrorKind {
     /// Arrays and objects nest deeper than [`MAX_DEPTH`](super::MAX_DEPTH).
     #[error("the body nests deeper than {} levels", super::MAX_DEPTH)]
     TooDeep,
+    /// More than [`MAX_MEMBERS`](super::MAX_MEMBERS) members at the top.
+    #[error("the body has more than {} members", super::MAX_MEMBERS)]
+    TooManyMembers,
     /// Bytes that are not UTF-8, which RFC 8259 section 8.1 asks for.
     #[error("the body is not valid UTF-8")]
     InvalidUtf8,
@@ -49,6 +52,7 @@ impl ErrorKind {
             Self::NotAnObject => "not_an_object",
             Self::DuplicateMember(_) => "duplicate_member",
             Self::TooDeep => "too_deep",
+            Self::TooManyMembers => "too_many_members",
             Self::InvalidUtf8 => "invalid_utf8",
             Self::WrongType { .. } => "wrong_type",
         }

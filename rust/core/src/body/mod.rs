@@ -24,6 +24,10 @@ use scan::Scanner;
 /// Longest `conversation_id`, in bytes of UTF-8. It becomes a key in the conversation store, so it has a bound.
 pub const MAX_CONVERSATION_ID: usize = 256;
 
+/// Most members at the top of a body. The map of them takes ten times the memory of the shortest members, and finding
+/// one in it looks at all; no API of an engine has a tenth as many.
+pub const MAX_MEMBERS: usize = 4096;
+
 /// A scanned request body over bytes that `B` holds.
 #[derive(Debug)]
 pub struct Body<B> {
@@ -61,8 +65,8 @@ impl<B: AsRef<[u8]>> Body<B> {
     /// `conversation_id`.
     ///
     /// # Errors
-    /// When the bytes are not UTF-8, not JSON, not an object or nest deeper than [`MAX_DEPTH`], when a member of
-    /// [`OWNED`] is there twice, and when a member by which the gateway must decide cannot be decided by: `model` and
+    /// When the bytes are not UTF-8, not JSON, not an object, nest deeper than [`MAX_DEPTH`] or have more than
+    /// [`MAX_MEMBERS`] members, when a member of [`OWNED`] is there twice, and when a member by which the gateway must decide cannot be decided by: `model` and
     /// `conversation_id` are strings (the latter of at most [`MAX_CONVERSATION_ID`] bytes), `stream` is a boolean,
     /// `kv_transfer_params` an object, and each may be null. Every other value is left to the engine to judge.
     pub fn scan(bytes: B) -> Result<Self, BodyError> {
@@ -79,6 +83,9 @@ impl<B: AsRef<[u8]>> Body<B> {
         while next {
             scanner.skip_space();
             let start = scanner.position;
+            if members.len() == MAX_MEMBERS {
+                return Err(ErrorKind::TooManyMembers.at(start));
+            }
             let key = scanner.key()?;
             let value = scanner.value(1)?;
             let name = Name::new(text, key);
