@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvroute.aio import timeout
 from kvroute.http.admin import Admin
@@ -21,6 +22,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvroute.server")
 _BACKLOG = 4096
+
+
+class _NoQuotes(logging.Filter):
+    """Keeps what clients sent out of the log.
+
+    aiohttp logs a request that is not HTTP as an error with a traceback, and its text quotes the bytes: a key, if a
+    header is malformed, and the prompt, if a chunk is. It is the client's fault, and the client is told.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let all pass but that."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            _log.debug("a client sent what is not HTTP: %s", type(error).__name__)
+            return False
+        return True
+
+
+_aiohttp_log = logging.getLogger("kvroute.server.aiohttp")
+_aiohttp_log.addFilter(_NoQuotes())
 
 
 def application(gateway: Gateway) -> web.Application:
@@ -52,6 +73,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[str]:
     runner = web.AppRunner(
         application(gateway),
         access_log=None,
+        logger=_aiohttp_log,
         # A client that leaves cancels its handler, which closes the engine's connection: the engine stops computing.
         handler_cancellation=True,
         auto_decompress=False,  # see intake.read_body; aiohttp decodes other codings in other installations
