@@ -86,7 +86,6 @@ class PrefillLeg:
             except UpstreamError as error:
                 self._gateway.failed(endpoint, error)
                 if not error.request_sent:
-                    self._turn.held = held  # it never left
                     connects += 1
                     continue
                 self._note(decision, None)
@@ -125,8 +124,6 @@ class PrefillLeg:
         epoch = endpoint.epoch
         started = time.monotonic()
         with endpoint.flight("prefill"):
-            if decision is not None:
-                self._turn.spend()  # before the first byte leaves: an abort halfway may have spent it
             exchange = await gateway.pool.send(
                 endpoint.origin,
                 "POST",
@@ -135,6 +132,7 @@ class PrefillLeg:
                 body,
                 # A handle is spent once it is sent: the same one twice has answered 200 with other text.
                 replay=decision is None or decision.action == "drop",
+                on_send=lambda: self._spend(decision),
             )
             async with exchange:
                 status = exchange.status
@@ -202,16 +200,20 @@ class PrefillLeg:
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
+    def _spend(self, decision: Decision | None) -> None:
+        """Spend the handle as decided: the request is about to leave, and is not known to be unread from here on."""
+        if decision is None or self._turn.held is None:
+            return
+        self._turn.spend()
+        self._gateway.metrics.handles.labels(_FATES[decision.action]).inc()
+        # What is known until an answer says more, which none does when the client leaves before it.
+        self._reuse = ("unreported", "no_answer") if decision.action == "read" else ("refused", decision.reason)
+
     def _note(self, decision: Decision | None, handoff: Handle | None) -> None:
-        """Keep what became of a handle that was sent to, or kept from, an engine that took the request."""
-        if decision is None or self._reuse is not None:
+        """Keep what an engine that got a handle to read says of it."""
+        if decision is None or decision.action != "read":
             return
         metrics = self._gateway.metrics
-        if decision.action != "read":
-            self._reuse = ("refused", decision.reason)
-            metrics.handles.labels("discarded" if decision.action == "discard" else "dropped").inc()
-            return
-        metrics.handles.labels("sent").inc()
         if handoff is None:
             self._reuse = ("refused", "prefill_failed")
         elif handoff.reuse is None:
@@ -251,4 +253,5 @@ _REASONS = frozenset(
         "verification_off",
     }
 )
+_FATES = {"read": "sent", "discard": "discarded", "drop": "dropped"}
 _OUTCOMES = frozenset({"hit", "trimmed", "refused", "unverified"})

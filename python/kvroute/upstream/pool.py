@@ -15,7 +15,7 @@ from .headers import request_head
 from .origin import Origin, Timeouts, tls_context
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 MIB = 1024 * 1024
 
@@ -82,6 +82,7 @@ class Pool:
         *,
         timeouts: Timeouts | None = None,
         replay: bool = True,
+        on_send: Callable[[], None] | None = None,
     ) -> Exchange:
         """Sends a request and waits for the head of the response.
 
@@ -99,6 +100,8 @@ class Pool:
             timeouts: Other than the pool's.
             replay: Whether the request may be sent a second time as described. If not, it goes out at most once, and
                 on a connection that is new or was in use a moment ago, so that it will not meet one that is closing.
+            on_send: Called right before the first byte leaves: until then nobody can have seen the request, whatever
+                ends this call.
 
         Returns:
             The exchange, to be used as an asynchronous context manager.
@@ -118,6 +121,8 @@ class Pool:
                 connection = await self._connect(origin, limits.connect)
             self._watch(connection, limits)
             sent_at = asyncio.get_running_loop().time()
+            if on_send is not None:
+                on_send()
             response, head_came = connection.send(head, body, limits, request_is_head=method == "HEAD")
             try:
                 await head_came
