@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvroute.fleet import Fleet, Monitor
 from kvroute.http.auth import Authenticator
 from kvroute.http.errors import GatewayError, error_response
-from kvroute.http.intake import Incoming, read_body, request_ids, scan_body
+from kvroute.http.intake import Incoming, may_be_json, read_body, request_ids, scan_body
 from kvroute.http.legs import serve_legs
 from kvroute.http.whole import serve_whole
 from kvroute.kv.conversations import Claim, Key, MemoryStore
@@ -95,6 +95,12 @@ class Gateway:
             # The client left (aiohttp cancels the handler) or the gateway is stopping: not a failure of anybody.
             self.metrics.client_cancelled.labels("draining" if self.draining else "running").inc()
             raise
+        except Exception:
+            # A fault of the gateway's own. An answer that has begun can only be cut, which aiohttp does.
+            if request.writer.output_size:
+                raise
+            _log.exception("a fault in the gateway ended request %s", request_id)
+            response = error_response(path, GatewayError(500, "a fault in the gateway", close=True), request_id)
         finally:
             self.running -= 1
         label = path if path in APIS or path in SINGLE else "other"
@@ -113,7 +119,7 @@ class Gateway:
         api = APIS.get(path)
         # Forms with media pass unread. Anything that an engine could take for a JSON object is read whatever its type
         # says, or a client's own transfer parameters would get through.
-        reads = api is not None or path in SINGLE or raw.lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"{")
+        reads = api is not None or path in SINGLE or may_be_json(raw)
         body, policy = scan_body(raw) if reads else (None, Policy())
         if policy.stripped:
             self.metrics.client_params.inc()

@@ -191,6 +191,17 @@ def _too_large(limit: int) -> GatewayError:
     )
 
 
+def may_be_json(raw: bytes) -> bool:
+    """Whether an engine could take the body for a JSON object.
+
+    Python's `json`, by which engines read bodies, takes UTF-16 and UTF-32 as well; it knows them by a byte order mark
+    or by the zeros in the first characters. Nothing else that engines take starts so.
+    """
+    if raw.lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"{"):
+        return True
+    return raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw[:4]
+
+
 def scan_body(raw: bytes) -> tuple[Body, Policy]:
     """Scan a JSON body and cut its transfer parameters down to policy.
 

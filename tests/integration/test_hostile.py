@@ -1,0 +1,168 @@
+"""What no honest client sends, and clients that leave at the worst moment: an answer each, and nothing lost or told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+from tests.field.fleet import ANSWER, BASE, CHAT, both_modes, fleet
+from tests.support.engines import FakeEngine
+from tests.support.gateway import running, until
+from tests.support.scripted import RawClient
+
+APIS = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"]
+MANY_DIGITS = "9" * 5000  # more than Python reads as a number
+
+
+def with_member(text: str) -> bytes:
+    return b'{"model":"m","messages":[{"role":"user","content":"hi"}],"prompt":"hi","input":"hi",%b}' % text.encode()
+
+
+@both_modes
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(
+    "choice",
+    ['"\\ud800"', '{"type":[]}', '{"type":{}}', "[]", "1e999", "true", MANY_DIGITS, "[" * 500 + "]" * 500],
+    ids=["surrogate", "type-list", "type-object", "list", "endless", "true", "digits", "deep"],
+)
+async def test_a_tool_choice_that_is_none_is_left_to_the_engine(mode, path, choice):
+    async with fleet(mode) as served, served.client() as client:
+        answer = await client.request(target=path, body=with_member(f'"tool_choice":{choice}'))
+    assert (answer.status, answer.body) == (200, ANSWER)
+
+
+@both_modes
+async def test_a_policy_number_of_thousands_of_digits_is_refused_as_any_too_large_one(mode):
+    async with fleet(mode) as served, served.client() as client:
+        answer = await client.request(
+            target=CHAT, body=with_member(f'"kv_transfer_params":{{"max_load_tokens":{MANY_DIGITS}}}')
+        )
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"]["param"] == "kv_transfer_params.max_load_tokens"
+    assert not served.engine.calls
+
+
+@pytest.mark.parametrize("coding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+async def test_an_object_in_a_coding_that_engines_read_too_does_not_pass_unread(coding):
+    # Python's json reads all of these, so an engine would dial the client's address.
+    body = '{"model":"m","kv_transfer_params":{"remote_host":"10.6.6.6"}}'.encode(coding)
+    async with fleet("aggregated") as served, served.client() as client:
+        answer = await client.request(target="/v1/other", body=body)
+    assert answer.status == 400
+    assert not served.engine.calls
+
+
+async def test_forms_still_pass_unread():
+    form = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n\xff\xfe\x00{\r\n--x--\r\n'
+    async with fleet("aggregated") as served, served.client() as client:
+        answer = await client.request(
+            target="/v1/audio/transcriptions", body=form, headers=[("Content-Type", "multipart/form-data; boundary=x")]
+        )
+    assert answer.status == 200
+    assert served.engine.calls[0].body == form
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret\0\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\nHost: x\nAuthorization: Bearer a-secret\n\na-secret",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n8\r\na-secret!!\r\n",
+    ],
+    ids=["header", "line-ends", "chunk"],
+)
+async def test_what_is_not_http_is_answered_and_not_quoted_in_the_log(raw, caplog):
+    caplog.set_level(logging.DEBUG, logger="kvroute")
+    async with fleet("aggregated") as served, served.client() as client:
+        client.writer.write(raw)
+        assert b" 400 " in await client.read_until(b"\r\n")
+    assert "a client sent what is not HTTP" in caplog.text
+    assert "secret" not in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_fault_of_the_gateway_is_answered_in_the_shape_of_the_api(monkeypatch, caplog):
+    async with fleet("aggregated") as served, served.client() as client:
+        monkeypatch.setattr(served.gateway.gateway.fleet, "knows", lambda _model: 1 / 0)
+        answer = await client.request(target="/v1/messages", body=BASE, headers=[("X-Request-Id", "mine")])
+    assert answer.status == 500
+    assert json.loads(answer.body) == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "a fault in the gateway"},
+    }
+    assert answer.header("x-request-id") == b"mine"
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_body_of_millions_of_members_is_refused_before_it_is_mapped():
+    body = b'{"model":"m",%b"messages":[]}' % (b'"a":1,' * 100_000)
+    async with fleet("aggregated") as served, served.client() as client:
+        answer = await client.request(target=CHAT, body=body)
+    assert answer.status == 400
+    assert b"more than 4096 members" in answer.body
+
+
+async def test_a_handle_stays_with_the_conversation_when_the_client_leaves_before_prefill_is_reached(monkeypatch):
+    turn = json.dumps({"model": "m", "conversation_id": "c", "messages": [{"role": "user", "content": "one"}]}).encode()
+    async with (
+        FakeEngine("prefill", name="p") as prefill,
+        FakeEngine("decode", name="d") as decode,
+        running(prefill=[prefill.url], decode=[decode.url], health__interval_seconds=60) as gateway,
+    ):
+        port = int(gateway.url.rpartition(":")[2])
+        async with RawClient(port) as client:
+            assert (await client.request(target=CHAT, body=turn)).status == 200
+        store = gateway.gateway.store
+        assert store.handles == 1
+
+        connecting = asyncio.Event()
+
+        async def never(*_args):
+            connecting.set()
+            await asyncio.Event().wait()
+
+        pool = gateway.gateway.pool
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_kept", lambda *_args: None)
+            patch.setattr(pool, "_connect", never)
+            async with RawClient(port) as client:
+                await client.send(target=CHAT, body=turn)
+                await connecting.wait()
+                assert store.handles == 0
+        await until(lambda: gateway.gateway.running == 0)
+        assert store.handles == 1
+        assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 0
+
+        async with RawClient(port) as client:
+            assert (await client.request(target=CHAT, body=turn)).status == 200
+        assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 1
+    assert prefill.faults == decode.faults == []
+
+
+async def test_a_handle_that_was_sent_is_counted_when_the_client_leaves_before_the_answer():
+    turn = json.dumps({"model": "m", "conversation_id": "c", "messages": [{"role": "user", "content": "one"}]}).encode()
+    async with (
+        FakeEngine("prefill", name="p") as prefill,
+        FakeEngine("decode", name="d") as decode,
+        running(prefill=[prefill.url], decode=[decode.url], health__interval_seconds=60) as gateway,
+    ):
+        port = int(gateway.url.rpartition(":")[2])
+        async with RawClient(port) as client:
+            assert (await client.request(target=CHAT, body=turn)).status == 200
+        reached = asyncio.Event()
+
+        async def silent(_call, _request):
+            reached.set()
+            await asyncio.Event().wait()
+
+        prefill.override = silent
+        async with RawClient(port) as client:
+            await client.send(target=CHAT, body=turn)
+            await reached.wait()
+        await until(lambda: gateway.gateway.running == 0)
+        assert gateway.gateway.store.handles == 0
+        assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 1
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="unreported", reason="no_answer") == 1
