@@ -261,6 +261,27 @@ async def test_pd_04_a_hand_off_that_no_decode_engine_takes_is_released_through_
     assert len(holder.calls) == 1
 
 
+async def test_pd_04_a_client_that_leaves_while_decode_is_connected_to_has_the_blocks_released():
+    def script(request):
+        gone = [json_reply(b"{}", status="404 Not Found")]
+        return PREFILLED if json.loads(request.body)["model"] == "m" else gone
+
+    prefills, decode = [Engine(script), Engine(script)], Engine(OK)
+    async with over(prefill=prefills, decode=[decode], timeouts__connect_seconds=30) as gateway:
+        await decode.__aexit__()
+        with BlackHole(decode.port):
+            asked = asyncio.create_task(ask(gateway, BASE))
+            await until(lambda: any(engine.calls for engine in prefills) and connecting(gateway, decode))
+            asked.cancel()
+            await until(lambda: gateway.metric("kvroute_pd_releases_total", outcome="sent") == 1)
+        assert gateway.metric("kvroute_pd_handoffs_total", outcome="abandoned") == 1
+    assert decode.calls == []
+
+
+def connecting(gateway, decode):
+    return gateway.endpoint(decode.url).in_flight["decode"] == 1
+
+
 @pytest.mark.parametrize("kept", [False, True], ids=["new connection", "kept connection"])
 async def test_pd_04_a_decode_engine_that_resets_may_have_read_the_blocks(kept):
     prefill, decodes = Engine(PREFILLED), [Engine([RST]), Engine([RST])]

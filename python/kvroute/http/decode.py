@@ -40,6 +40,8 @@ class DecodeLeg:
         self._turn = turn
         self._prefilled = prefilled
         self._handoff = prefilled.handoff
+        self._sent = False
+        self._tried: list[Endpoint] = []
 
     async def run(self) -> web.StreamResponse:
         """Send the request to the first decode engine that takes the connection and relay its answer.
@@ -53,6 +55,7 @@ class DecodeLeg:
         last: UpstreamError | None = None
         try:
             for endpoint in self._plan.targets[: self._gateway.settings.routing.connect_attempts]:
+                self._tried.append(endpoint)
                 with endpoint.flight("decode"):
                     try:
                         return await self._on(endpoint)
@@ -65,21 +68,24 @@ class DecodeLeg:
                             raise self._gateway.answer_for(error) from None
                         last = error
         except asyncio.CancelledError:
-            # The client left. If the request was on its way, closing it has the engine free the blocks; whether it was
-            # is not known here, and a release beside a read would free blocks under it.
-            self._abandon(free=False)
+            # The client left. Once the request is on its way, closing it has the decode engine free the blocks, and a
+            # release beside a read would free them under it; before that nobody else does.
+            self._abandon(free=not self._sent)
             raise
         self._abandon(free=True)
         if last is not None:
             raise self._gateway.answer_for(last)
         raise GatewayError(503, "no healthy decode engine can serve this request now", retry_after=1)
 
+    def _leave(self) -> None:
+        self._sent = True
+
     def _abandon(self, *, free: bool) -> None:
         if self._handoff is None or self._prefilled.endpoint is None:
             return
         self._gateway.metrics.handoffs.labels("abandoned").inc()
         if free:
-            release(self._gateway, self._handoff, self._prefilled.endpoint)
+            release(self._gateway, self._handoff, self._prefilled.endpoint, avoid=self._tried)
         self._handoff = None
 
     async def _on(self, endpoint: Endpoint) -> web.StreamResponse:
@@ -99,6 +105,7 @@ class DecodeLeg:
             timeouts=self._timeouts(started),
             # Blocks that one request may have read, and that may be freed by now, are not offered to another.
             replay=self._handoff is None,
+            on_send=self._leave,
         )
         if self._handoff is not None:
             # From here the decode engine reads the blocks, or tells the prefill engine to free them.

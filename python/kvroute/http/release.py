@@ -13,6 +13,8 @@ from kvroute.kv.params import decode_params
 from kvroute.upstream import Timeouts, UpstreamError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.kv.params import Handle
@@ -22,15 +24,17 @@ _TIMEOUTS = Timeouts(connect=2.0, first_byte=5.0, idle=5.0)
 _NO_MODEL = "kvroute-releases-a-hand-off"
 
 
-def release(gateway: Gateway, handoff: Handle, holder: Endpoint) -> None:
-    """Have ``holder``'s blocks freed, in the background.
+def release(gateway: Gateway, handoff: Handle, holder: Endpoint, *, avoid: Sequence[Endpoint]) -> None:
+    """Have ``holder``'s blocks freed, in the background, through an engine other than those to ``avoid``.
 
     An engine that refuses a request before it is scheduled tells the hand-off's holder to free its blocks (vLLM 41269).
     So another
     engine is sent a request it must refuse: one for a model that does not exist. Without another healthy engine the
     lease ends it.
     """
-    others = [engine for engine in gateway.fleet.endpoints if engine.healthy and engine is not holder]
+    others = [
+        engine for engine in gateway.fleet.endpoints if engine.healthy and engine is not holder and engine not in avoid
+    ]
     if not others:
         gateway.metrics.releases.labels("no_engine").inc()
         return
