@@ -419,7 +419,7 @@ async def test_kv_events_live_and_replayed(client, form):
 
 async def test_dropped_batches_leave_a_gap_for_live_subscribers(client):
     async with SimFleet([EngineSpec("e", events=True, model="tiny", prefix_caching=True)], time_scale=0) as fleet:
-        publisher = fleet["e"]._publishers[0]
+        publisher = fleet["e"].publishers[0]
         context = zmq.asyncio.Context()
         try:
             socket = context.socket(zmq.SUB)
@@ -444,6 +444,16 @@ async def test_dropped_batches_leave_a_gap_for_live_subscribers(client):
             context.destroy(linger=0)
         last = seen[0]
         assert seen == [last, last + 2, last + 1]
+
+
+async def test_a_restart_publishes_at_the_same_address_from_zero(client):
+    async with SimFleet([EngineSpec("e", events=True, model="tiny")], time_scale=0) as fleet:
+        before = json.loads((await get(client, fleet["e"], "/kv_event_sources"))[1])
+        await chat(client, fleet["e"], "word " * 100)
+        assert fleet["e"].publishers[0].sequence > 0
+        await fleet["e"].restart()
+        assert json.loads((await get(client, fleet["e"], "/kv_event_sources"))[1]) == before
+        assert fleet["e"].publishers[0].sequence == 0
 
 
 async def test_events_without_the_extra_say_what_to_install(monkeypatch):

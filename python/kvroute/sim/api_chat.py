@@ -149,7 +149,8 @@ def prompt_of(members: Members) -> list[int]:
     messages = messages_of(members)
     given = (members.params() or {}).get("prompt_token_ids")
     if given is not None:
-        if not isinstance(given, list) or not all(type(token) is int and token >= 0 for token in given):
+        known = range(len(tokens.VOCABULARY))
+        if not isinstance(given, list) or not all(type(token) is int and token in known for token in given):
             raise invalid("list_type", "kv_transfer_params.prompt_token_ids", "Input should be a valid list", given)
         return given
     return tokens.render(

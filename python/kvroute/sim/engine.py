@@ -45,6 +45,7 @@ class Engine:
         violations: What requests did to it that they should not have, over all its runs.
         runs: Times it was started; its engine id changes with each.
         rejected: Requests that were refused because the queue was full.
+        publishers: Of KV events, per rank; empty without them.
     """
 
     def __init__(self, spec: EngineSpec, clock: Clock, fabric: Fabric, storage: Tier | None = None) -> None:
@@ -60,7 +61,7 @@ class Engine:
         self._fabric = fabric
         self._storage = storage
         self._plugin = Plugin(spec)
-        self._publishers: list[Publisher] = []
+        self.publishers: list[Publisher] = []
         self._event_ports = [(0, 0)] * spec.dp_size
         self._side_ports = [fabric.port() for _ in range(spec.dp_size)]
         self._instance = ""
@@ -97,8 +98,8 @@ class Engine:
         self._instance = secrets.token_hex(16)
         self._created = int(time.time())
         if self.spec.events:
-            self._publishers = [self._publisher(rank) for rank in range(self.spec.dp_size)]
-            self._event_ports = [publisher.ports for publisher in self._publishers]
+            self.publishers = [self._publisher(rank) for rank in range(self.spec.dp_size)]
+            self._event_ports = [publisher.ports for publisher in self.publishers]
         self.cores = [self._core(rank) for rank in range(self.spec.dp_size)]
         self.drivers = [Driver(core, self.clock, self.spec.name) for core in self.cores]
         self._runner = web.AppRunner(
@@ -127,7 +128,7 @@ class Engine:
             self.spec,
             self.clock,
             storage=self._storage,
-            journal=Journal(self._publishers[rank].publish if self._publishers else None),
+            journal=Journal(self.publishers[rank].publish if self.publishers else None),
             make_connector=connect if self.spec.has_nixl else None,
         )
         core.violations = self.violations
@@ -198,7 +199,7 @@ class Engine:
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        publishers, self._publishers = self._publishers, []
+        publishers, self.publishers = self.publishers, []
         for publisher in publishers:
             await publisher.close()
         if self._dying is not None and self._dying is not asyncio.current_task():
@@ -267,7 +268,7 @@ class Engine:
 
     def event_sources(self) -> dict[str, Any]:
         """The answer of ``/kv_event_sources``."""
-        return {str(publisher.rank): publisher.source for publisher in self._publishers}
+        return {str(publisher.rank): publisher.source for publisher in self.publishers}
 
     def disturb(self, kind: str, count: int = 1) -> None:
         """Do something to the engine's state.
@@ -285,7 +286,7 @@ class Engine:
                 agent.expire(force=True)
             elif kind == "fail_reads":
                 agent.fail_reads += count
-        for publisher in self._publishers:
+        for publisher in self.publishers:
             if kind == "drop_events":
                 publisher.dropping += count
             elif kind == "late_events":

@@ -61,6 +61,7 @@ class Publisher:
         ports: Of PUB and ROUTER from an earlier run, 0 for any free one.
 
     Attributes:
+        sequence: Number of the next batch.
         dropping: Next batches that live subscribers do not get; a replay has them.
         late: Next batches that are sent only behind the one that follows them.
     """
@@ -81,7 +82,7 @@ class Publisher:
         self.buffer = buffer
         self.dropping = 0
         self.late = 0
-        self._sequence = 0
+        self.sequence = 0
         self._shape = shape
         self._pack = codec.packb
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer)
@@ -126,7 +127,7 @@ class Publisher:
         """Send one batch."""
         shaped = events if self._shape == "map" else [_array(event) for event in events]
         payload = self._pack([time.time(), shaped, self.rank])
-        number, self._sequence = self._sequence, self._sequence + 1
+        number, self.sequence = self.sequence, self.sequence + 1
         self._kept.append((number, payload))
         if self.dropping:
             self.dropping -= 1
