@@ -76,8 +76,9 @@ COLD = EngineSpec("cold", prefix_caching=False)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_next_turn_reads_the_last_ones_kv_back(client, stream):
-    async with SimFleet([*PAIR, COLD], time_scale=0) as fleet:
+@pytest.mark.parametrize("scale", [0, 0.01])
+async def test_the_next_turn_reads_the_last_ones_kv_back(client, stream, scale):
+    async with SimFleet([*PAIR, COLD], time_scale=scale) as fleet:
         async with running(prefill=[fleet["p"].url], decode=[fleet["d"].url]) as gateway:
             messages = []
             for number in range(4):

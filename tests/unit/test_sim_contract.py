@@ -164,9 +164,9 @@ def test_a_decode_handle_hangs_on_a_unidirectional_engine_and_its_abort_leaks(la
     stuck = lab.run(one_way, [*done.tokens, *PROMPT], params=back(done.held), max_tokens=1)
     assert stuck.state == "loading"
     one_way.abort(stuck)
-    assert one_way.leaked_blocks > 0
+    assert one_way.arrivals.leaked_blocks > 0
     lab.clock.advance(1e6)
-    assert one_way.pinned_blocks == one_way.leaked_blocks
+    assert one_way.pinned_blocks == one_way.arrivals.leaked_blocks
 
 
 def test_parameters_without_a_flag_are_never_freed(lab, pair):

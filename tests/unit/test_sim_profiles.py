@@ -61,6 +61,17 @@ def test_a_clock_passes_only_by_hand_at_scale_0():
         Clock(-1)
 
 
+def test_what_came_due_while_a_step_was_decided_is_not_missed():
+    lab = Lab()
+    core = lab.core("p", "prefill", profile="qwen3-32b")
+    lab.clock.scale = 1e9  # nothing passes by itself
+    lab.start(core, max_tokens=1)
+    assert core.schedule() is None
+    lab.clock.advance(1)
+    assert core.next_event() <= lab.clock.now()
+    assert core.schedule() is not None
+
+
 class _Slow:
     """A core whose steps hold the event loop longer than they last."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _GAUGES: dict[str, Callable[[EngineCore], float]] = {
     "vllm:num_requests_running": lambda core: len(core.running),
-    "vllm:num_requests_waiting": lambda core: len(core.waiting) + len(core.loading),
+    "vllm:num_requests_waiting": lambda core: len(core.waiting) + len(core.arrivals),
     "vllm:kv_cache_usage_perc": lambda core: core.pool.usage,
 }
 _COUNTERS: dict[str, Callable[[EngineCore], float]] = {
@@ -105,7 +105,7 @@ class _Collector:
         )
         for core, labels in cores:
             waiting.add_metric([*labels, "capacity"], len(core.waiting))
-            waiting.add_metric([*labels, "deferred"], len(core.loading))
+            waiting.add_metric([*labels, "deferred"], len(core.arrivals))
             for source, count in core.stats.by_source.items():
                 sources.add_metric([*labels, source], count)
             for source, count in core.stats.cached_by_source.items():

@@ -85,17 +85,17 @@ PROFILES: dict[str, Profile] = {
         readback_setup_seconds=0.020,
         readback_bytes_per_second=20.0e9,
     ),
-    # Qwen3-32B, TP2 on half of... see the selective KV cells.
+    # Qwen3-32B, TP2, one of four replicas on a node of eight H100 with a CPU tier and NVMe storage.
     "qwen3-32b-tp2": Profile(
-        step_seconds=0.0176,
-        request_seconds=0.0123,
-        prefill_token_seconds=27e-6,
-        prefill_context_seconds=0.7e-9,
-        decode_sequence_seconds=91e-6,
-        decode_context_seconds=48e-9,
+        step_seconds=0.0163,
+        request_seconds=0.04,
+        prefill_token_seconds=17e-6,
+        prefill_context_seconds=0.8e-9,
+        decode_sequence_seconds=60e-6,
+        decode_context_seconds=40e-9,
         kv_bytes_per_token=262_144,
         cpu_bytes_per_second=25e9,
-        storage_bytes_per_second=11e9,
+        storage_bytes_per_second=13.5e9,
     ),
 }
 """Profiles by name, see ``docs/simulator.md`` for where each number comes from."""

@@ -6,13 +6,13 @@ the driver waits it out, a benchmark only adds it up.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import deque
 from typing import TYPE_CHECKING
 
 from kvroute.sim import tokens as vocabulary
+from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.blocks import Block, BlockPool, block_hashes
 from kvroute.sim.connector import Connector, EngineDeadError
 from kvroute.sim.filling import Filling
@@ -49,6 +49,7 @@ class EngineCore:
         make_connector: Builds the NIXL connector over this core's blocks; None without one.
     """
 
+    arrivals: Arrivals
     connector: Connector | None
     pool: BlockPool
     stats: Stats
@@ -71,12 +72,11 @@ class EngineCore:
         self.pool = BlockPool(spec.num_gpu_blocks, spec.block_size, self._evicted)
         self._filling = Filling(spec, self.pool, self.journal)
         self.connector = make_connector(self.pool, self.wake) if make_connector is not None else None
+        self._looked = 0.0
+        self.arrivals = Arrivals(self.pool, self.connector)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.loading: dict[Sequence, Read | Load | None] = {}
-        self.orphans: list[tuple[Sequence, Read | Load]] = []
         self.violations: list[Violation] = []
-        self.leaked_blocks = 0
         self.dead: str | None = None
         self.on_wake: Callable[[], None] = lambda: None
         self.on_death: Callable[[], None] = lambda: None
@@ -86,13 +86,13 @@ class EngineCore:
     @property
     def load(self) -> int:
         """Requests waiting or running."""
-        return len(self.waiting) + len(self.loading) + len(self.running)
+        return len(self.waiting) + len(self.arrivals) + len(self.running)
 
     @property
     def pinned_blocks(self) -> int:
         """Blocks that finished requests keep for another engine, and leaked ones."""
         held = self.connector.agent.pinned_blocks if self.connector is not None else 0
-        return held + self.leaked_blocks
+        return held + self.arrivals.leaked_blocks
 
     def wake(self) -> None:
         """Something changed that may let a step run."""
@@ -115,19 +115,10 @@ class EngineCore:
         """End a request whose client left, or whose reply was complete before the model's end (a stop string)."""
         if sequence.state == "finished":
             return
-        if sequence.state == "loading":
-            pending = self.loading.pop(sequence)
-            if pending is None:
-                # Nothing will ever report the read as done, so nothing frees its blocks.
-                self.leaked_blocks += len(sequence.blocks)
-                sequence.blocks = []
-            else:
-                self.orphans.append((sequence, pending))
-                sequence.state = "finished"
-                sequence.deliver(sequence, [], "abort")
-                self.stats.finished("abort")
-                return
-        self._finish(sequence, "abort")
+        if sequence.state == "loading" and self.arrivals.abandon(sequence):
+            self._end(sequence, "abort")
+        else:
+            self._finish(sequence, "abort")
 
     def die(self, reason: str, request_id: str = "") -> None:
         """The engine core ends, and every request with it."""
@@ -135,12 +126,12 @@ class EngineCore:
         self.violations.append(Violation("engine_died", request_id, reason))
         if self.connector is not None:
             self.connector.agent.close()
-        for sequence in [*self.running, *self.loading, *self.waiting]:
+        for sequence in [*self.running, *self.arrivals, *self.waiting]:
             sequence.error = reason
             self._end(sequence, "error")
-        self.running, self.loading = [], {}
+        self.running = []
+        self.arrivals.clear()
         self.waiting.clear()
-        self.orphans.clear()
         self.on_death()
 
     def reset_prefix_cache(self, *, external: bool = False) -> bool:
@@ -157,14 +148,13 @@ class EngineCore:
 
     def next_event(self) -> float:
         """Simulated time at which something may go on without a new request; infinite when nothing will."""
-        times = [item.ready for item in self.loading.values() if item is not None]
-        times += [item.ready for _, item in self.orphans]
+        times = self.arrivals.ready_times()
         if self.waiting:
             times.append(self._ready(self.waiting[0]))
             if self.connector is not None:
                 times.append(self.connector.agent.next_deadline())
-        now = self.clock.now()
-        return min((time for time in times if time > now), default=math.inf)
+        # What came due since the last look counts: time passed between the two.
+        return min((time for time in times if time > self._looked), default=math.inf)
 
     def _ready(self, sequence: Sequence) -> float:
         """When a request has come through the API server."""
@@ -175,9 +165,10 @@ class EngineCore:
         """Decide the next step; None when there is nothing to compute now."""
         if self.dead is not None:
             return None
+        self._looked = self.clock.now()
         if self.connector is not None:
             self.connector.agent.expire()
-        self._finish_loads()
+        self._finish_loads(self._looked)
         budget = self.spec.max_num_batched_tokens
         work: list[tuple[Sequence, int]] = []
         for sequence in list(self.running):
@@ -188,7 +179,7 @@ class EngineCore:
                 continue  # it was preempted itself
             work.append((sequence, count))
             budget -= count
-        self._admit(work, budget)
+        self._admit(work, budget, self._looked)
         work = [(sequence, count) for sequence, count in work if sequence.state == "running"]
         return Step(work, self._cost(work)) if work else None
 
@@ -203,10 +194,9 @@ class EngineCore:
                 seconds += self.costs.prefill_seconds(count, sequence.computed)
         return seconds + self.costs.decode_seconds(decoding, context)
 
-    def _admit(self, work: list[tuple[Sequence, int]], budget: int) -> None:
+    def _admit(self, work: list[tuple[Sequence, int]], budget: int, now: float) -> None:
         """Let waiting requests in, first come first served, while tokens, blocks and places last."""
-        now = self.clock.now()
-        while self.waiting and budget > 0 and len(self.running) + len(self.loading) < self.spec.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) + len(self.arrivals) < self.spec.max_num_seqs:
             sequence = self.waiting[0]
             if self.clock.scale and self._ready(sequence) > now:
                 return
@@ -263,7 +253,7 @@ class EngineCore:
                 self._load_failed(sequence, error)
                 return
             except EngineDeadError as error:
-                self.loading[sequence] = None  # it ends with all others
+                self.arrivals.add(sequence, None)  # it ends with all others
                 self.die(str(error), sequence.request_id)
                 return
         if load is not None:
@@ -276,12 +266,12 @@ class EngineCore:
         if not external and load is None:
             self._run(sequence)
             return
-        sequence.state = "loading"
-        self.loading[sequence] = read
+        if read is not None and self.clock.scale == 0:
+            self._arrived(sequence, read)
+            return
+        self.arrivals.add(sequence, read)
         if read is None:
             self.violations.append(Violation("hangs", sequence.request_id, "waits for a read that was never started"))
-        elif self.clock.scale == 0:
-            self._end_load(sequence, read)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = "running"
@@ -289,35 +279,18 @@ class EngineCore:
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
-    def _finish_loads(self) -> None:
-        now = self.clock.now()
-        for sequence, read in list(self.loading.items()):
-            if read is not None and read.ready <= now:
-                self._end_load(sequence, read)
-        for item in list(self.orphans):
-            sequence, read = item
-            if self.clock.scale == 0 or read.ready <= now:
-                self.orphans.remove(item)
-                if isinstance(read, Read) and self.connector is not None:
-                    with contextlib.suppress(TransferError):
-                        self.connector.finish_read(read)
-                self.pool.release(sequence.blocks)
-                sequence.blocks = []
+    def _finish_loads(self, now: float) -> None:
+        for sequence, coming in self.arrivals.take_due(now):
+            self._arrived(sequence, coming)
+        self.arrivals.settle_abandoned(now)
 
-    def _end_load(self, sequence: Sequence, read: Read | Load) -> None:
-        del self.loading[sequence]
-        if isinstance(read, Read):
-            assert self.connector is not None
-            try:
-                self.connector.finish_read(read)
-            except TransferError as error:
-                self._load_failed(sequence, error)
-                return
-            loaded = sum(sequence.cached.values())
-        else:
-            read.finish()
-            loaded = sum(sequence.cached.values())
-        self._filling.adopt(sequence, loaded)
+    def _arrived(self, sequence: Sequence, coming: Read | Load) -> None:
+        try:
+            self.arrivals.finish(coming)
+        except TransferError as error:
+            self._load_failed(sequence, error)
+            return
+        self._filling.adopt(sequence, sequence.cached_tokens)
         self._run(sequence)
 
     def _load_failed(self, sequence: Sequence, error: TransferError) -> None:
@@ -330,8 +303,7 @@ class EngineCore:
             self._finish(sequence, "error")
         elif (sequence.params or {}).get("do_remote_decode"):
             # Seen with policy "recompute" on prefill engines: the request is never scheduled again.
-            sequence.state = "loading"
-            self.loading[sequence] = None
+            self.arrivals.add(sequence, None)
             self.violations.append(Violation("hangs", sequence.request_id, "kv_load_failure_policy recompute"))
         else:
             sequence.cached = {}
