@@ -277,6 +277,21 @@ async def test_a_full_queue_is_503(client):
         assert (await chat(client, fleet["e"], model="sim"))[0] == 200
 
 
+async def test_a_key_guards_v1_alone_and_requests_are_kept_as_they_came(client):
+    async with SimFleet([EngineSpec("e", api_key="k", record=2, model="tiny")], time_scale=0) as fleet:
+        engine = fleet["e"]
+        assert (await chat(client, engine))[0] == 401
+        for path in ("/health", "/version", "/metrics", "/kvroute/capabilities"):
+            assert (await get(client, engine, path))[0] == 200
+        body = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": {"max_load_tokens": 1}}
+        headers = {"Authorization": "Bearer k", "X-Thing": "1"}
+        assert (await post(client, engine, "/v1/chat/completions?q=1", body, **headers))[0] == 200
+        first, last = engine.calls
+        assert (first.method, first.path, first.body) == ("GET", "/kvroute/capabilities", None)
+        assert (last.path, last.body, last.header("x-thing")) == ("/v1/chat/completions?q=1", body, ["1"])
+        assert last.params == {"max_load_tokens": 1}
+
+
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,27 @@ def test_a_handle_sent_twice_answers_with_other_text(lab):
     assert reply(again) != reply(lab.run(lab.core("c", "both"), longer))
 
 
+def test_a_hand_off_read_after_its_lease_answers_with_other_text(lab):
+    prefill = lab.core("p", "prefill", num_gpu_blocks=30, plugin=False)
+    decode = lab.core("d", "decode", plugin=False)
+    handoff = held(lab.run(prefill, params=dict(COLD), max_tokens=1))
+    lab.clock.advance(31)
+    lab.run(prefill, tokens.encode(" other words" * 140))
+    late = lab.run(decode, params=dict(handoff))
+    assert late.error is None
+    assert reply(late) != reply(lab.run(lab.core("c", "both")))
+    assert prefill.connector.agent.late_notifications == 1
+
+
+def test_siblings_share_one_hand_off_and_all_but_one_read_freed_blocks(lab, pair):
+    prefill, decode = pair
+    handoff = held(lab.run(prefill, params=dict(COLD), max_tokens=1))
+    both = [lab.start(decode, params=dict(handoff)) for _ in range(2)]
+    drain(decode)
+    assert [sequence.cached.get("p2p") for sequence in both] != [None, None]
+    assert prefill.connector.agent.late_notifications == 1
+
+
 def test_below_the_threshold_nothing_is_pulled(lab):
     pair = lab.core("p", "prefill", recompute_threshold=10_000, plugin=False), lab.core("d", "decode", plugin=False)
     done = first_turn(lab, pair)

@@ -58,6 +58,8 @@ class EngineSpec:
         event_buffer: Batches kept for replay.
         end_every: Mean length of a reply that ends by itself, in tokens; 0 never ends one.
         profile: Name of a time model.
+        api_key: Key that requests to ``/v1`` must carry (``--api-key``), None for no check.
+        record: Requests kept in `Engine.calls`, for tests that look at what an engine was sent.
     """
 
     name: Name
@@ -92,6 +94,8 @@ class EngineSpec:
     event_buffer: Positive = 10_000
     end_every: Count = 96
     profile: str = "default"
+    api_key: str | None = None
+    record: Count = 0
 
     @model_validator(mode="after")
     def _holds_together(self) -> EngineSpec:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from kvroute.sim.journal import Journal, Violation
 from kvroute.sim.metrics import exposition
 from kvroute.sim.plugin import Plugin
 from kvroute.sim.scheduler import EngineCore
-from kvroute.sim.server import Surface
+from kvroute.sim.server import Call, Surface
 from kvroute.sim.transfer import Agent
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Engine:
         violations: What requests did to it that they should not have, over all its runs.
         runs: Times it was started; its engine id changes with each.
         rejected: Requests that were refused because the queue was full.
+        calls: The last requests, as many as ``spec.record``.
         publishers: Of KV events, per rank; empty without them.
     """
 
@@ -55,6 +57,7 @@ class Engine:
         self.violations: list[Violation] = []
         self.runs = 0
         self.rejected = 0
+        self.calls: deque[Call] = deque(maxlen=spec.record)
         self.cores: list[EngineCore] = []
         self.drivers: list[Driver] = []
         self.port = spec.port

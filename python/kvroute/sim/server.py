@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from aiohttp import web
 
 from kvroute.sim import tokens
@@ -32,6 +35,32 @@ APIS: dict[str, Callable[[Members], Api]] = {
 _EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A request as an engine got it."""
+
+    method: str
+    path: str
+    headers: tuple[tuple[bytes, bytes], ...]
+    raw: bytes
+
+    @property
+    def body(self) -> Any:
+        """The JSON of the body; None without one."""
+        return orjson.loads(self.raw) if self.raw else None
+
+    @property
+    def params(self) -> dict[str, Any] | None:
+        """``kv_transfer_params``."""
+        body = self.body
+        return body.get("kv_transfer_params") if isinstance(body, dict) else None
+
+    def header(self, name: str) -> list[str]:
+        """All values of a header."""
+        wanted = name.lower().encode()
+        return [value.decode("latin-1") for key, value in self.headers if key.lower() == wanted]
+
+
 class Surface:
     """The routes of one engine."""
 
@@ -40,7 +69,7 @@ class Surface:
 
     def application(self) -> web.Application:
         """A new application with all routes."""
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=[self._enter])
         for path, make in APIS.items():
             app.router.add_post(path, self._serving(make))
         for path, handler in (
@@ -58,6 +87,21 @@ class Surface:
         app.router.add_post("/{path:(inference/v1/.*|.*/render)}", self._scale_out)
         Admin(self._engine).attach(app)
         return app
+
+    @web.middleware
+    async def _enter(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Check the key, as vLLM does for ``/v1`` alone, and keep the request for tests that ask for it."""
+        engine = self._engine
+        if engine.calls.maxlen and not request.path.startswith("/sim/"):
+            engine.calls.append(Call(request.method, request.path_qs, request.raw_headers, await request.read()))
+        key = engine.spec.api_key
+        if key is not None and request.path.startswith("/v1"):
+            given = request.headers.get("Authorization", "")
+            if not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                return json_response({"error": "Unauthorized"}, 401)
+        return await handler(request)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
