@@ -6,6 +6,9 @@ import logging
 
 import pytest
 
+# The real engines of a run, which several directories share.
+pytest_plugins = ("tests.engine.fixtures",)
+
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was():

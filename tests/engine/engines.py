@@ -12,8 +12,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .environment import say
 from .model import SERVED_NAME
+from .served import EngineError, Served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,12 +27,7 @@ if TYPE_CHECKING:
 STARTUP = Path(__file__).with_name("startup")
 START_DEADLINE_SECONDS = 300.0
 STOP_DEADLINE_SECONDS = 20.0
-FORGET_DEADLINE_SECONDS = 90.0
 PR_SET_PDEATHSIG = 1
-
-
-class EngineError(Exception):
-    """An engine that did not start; the message ends with its log's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +46,7 @@ class EngineSpec:
         threshold: ``kv_recompute_threshold``.
         hold_seconds: ``decoder_kv_blocks_ttl``. An engine that holds blocks never idles: its core steps every
             millisecond and its worker spins, which two cores cannot afford for vLLM's 480 s.
+        events: Whether KV events are published, at ports that the system chooses.
         port: HTTP port; chosen by the system when 0.
         arguments: More command line arguments.
         environment: More environment variables.
@@ -67,19 +62,20 @@ class EngineSpec:
     block_size: int = 32
     threshold: int = 64
     hold_seconds: int = 60
+    events: bool = False
     port: int = 0
     arguments: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
 
-PREFILL = EngineSpec("prefill", "prefill", environment=(("VLLM_SERVER_DEV_MODE", "1"),))
+PREFILL = EngineSpec("prefill", "prefill", events=True, environment=(("VLLM_SERVER_DEV_MODE", "1"),))
 DECODE = EngineSpec("decode", "decode")
 UNVERIFIED = EngineSpec("unverified", "prefill", verify=False, prefix_caching=False)
 UNIDIRECTIONAL = EngineSpec("unidirectional", "prefill", bidirectional=False)
 
 
 @dataclass(slots=True)
-class Engine:
+class Engine(Served):
     """A running engine.
 
     Attributes:
@@ -94,39 +90,10 @@ class Engine:
     log: Path
     process: subprocess.Popen[bytes] = field(repr=False)
 
-    def get(self, path: str) -> str:
-        """GET a path of the engine and return the body's text."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as reply:
-            body: bytes = reply.read()
-        return body.decode()
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum a metric's samples whose labels contain ``labels``; 0 when there is none."""
-        total = 0.0
-        for line in self.get("/metrics").splitlines():
-            sample, _, value = line.rpartition(" ")
-            family, _, rest = sample.partition("{")
-            if family == name and all(f'{key}="{wanted}"' in rest for key, wanted in labels.items()):
-                total += float(value)
-        return total
-
-    def forget(self) -> None:
-        """Empty the prefix cache, so that what is reused comes from the other engine.
-
-        vLLM answers 200 and ``success: false`` while any block is held, such as those that wait for the other engine.
-
-        Raises:
-            EngineError: If blocks are held for longer than a lease lasts.
-        """
-        request = urllib.request.Request(self.url + "/reset_prefix_cache", method="POST")
-        deadline = time.monotonic() + FORGET_DEADLINE_SECONDS
-        while True:
-            with urllib.request.urlopen(request, timeout=10) as reply:
-                if json.loads(reply.read())["success"]:
-                    return
-            if time.monotonic() > deadline:
-                raise EngineError(f"engine {self.spec.name} still holds blocks; see {self.log}")
-            time.sleep(0.05)
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self.spec.block_size
 
     def alive(self) -> bool:
         """Tell whether the process runs and answers as healthy."""
@@ -204,6 +171,15 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
             },
         }
         command += ["--kv-transfer-config", json.dumps(transfer)]
+    if spec.events and spec.prefix_caching:  # without a prefix cache nothing is stored that an event could tell
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{free_port()}",
+            "replay_endpoint": f"tcp://*:{free_port()}",
+            "topic": f"kv@{spec.name}",
+        }
+        command += ["--kv-events-config", json.dumps(events)]
     environment = os.environ | {
         "UCX_TLS": "tcp,self",
         "VLLM_CPU_KVCACHE_SPACE": "1",

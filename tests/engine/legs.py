@@ -14,7 +14,7 @@ from .model import SERVED_NAME
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .engines import Engine
+    from .served import Served
 
 TIMEOUT_SECONDS = 60.0
 
@@ -53,11 +53,13 @@ class Reply:
 
 
 @contextmanager
-def opened(engine: Engine, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+def opened(
+    engine: Served, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> Iterator[http.client.HTTPResponse]:
     """POST and hand over the open response; leaving the block closes the connection, read or not."""
     connection = http.client.HTTPConnection(urlsplit(engine.url).netloc, timeout=TIMEOUT_SECONDS)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
         response = connection.getresponse()
         try:
             yield response
@@ -74,18 +76,18 @@ def events(response: http.client.HTTPResponse) -> Iterator[str]:
             yield line[len(b"data: ") :].decode().rstrip("\r\n")
 
 
-def chat(engine: Engine, messages: Messages, params: dict[str, Any] | None = None, **members: Any) -> Reply:
+def chat(engine: Served, messages: Messages, params: dict[str, Any] | None = None, **members: Any) -> Reply:
     """One chat completion at temperature 0."""
     return generate(engine, "/v1/chat/completions", {"messages": messages}, params, **members)
 
 
-def complete(engine: Engine, prompt: str | list[int], params: dict[str, Any] | None = None, **members: Any) -> Reply:
+def complete(engine: Served, prompt: str | list[int], params: dict[str, Any] | None = None, **members: Any) -> Reply:
     """One text completion at temperature 0; the prompt is text or token ids."""
     return generate(engine, "/v1/completions", {"prompt": prompt}, params, **members)
 
 
 def generate(
-    engine: Engine, path: str, request: dict[str, Any], params: dict[str, Any] | None = None, **members: Any
+    engine: Served, path: str, request: dict[str, Any], params: dict[str, Any] | None = None, **members: Any
 ) -> Reply:
     """POST a generation request; ``members`` are added to its body (``stream=True`` reads the stream)."""
     body = {"model": SERVED_NAME, "temperature": 0, "max_tokens": 24, "return_token_ids": True, **request, **members}
@@ -141,8 +143,8 @@ class Turn:
 
 
 def turn(
-    prefill: Engine,
-    decode: Engine,
+    prefill: Served,
+    decode: Served,
     messages: Messages,
     handle: dict[str, Any] | None = None,
     *,

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import environment, model
-from .engines import DECODE, PREFILL, EngineError, running
+from .engines import DECODE, PREFILL, running
+from .served import EngineError
 
 
 def main() -> None:

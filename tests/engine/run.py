@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import environment, model
-from .engines import DECODE, PREFILL, EngineError, running
+from .engines import DECODE, PREFILL, running
+from .served import EngineError
 
 _STORY = (
     "Tell me a long story about a gateway that remembers where the tokens of each conversation lie, and about the two "

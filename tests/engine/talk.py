@@ -11,13 +11,13 @@ from .legs import Messages, chat
 from .model import text
 
 if TYPE_CHECKING:
-    from .engines import Engine
+    from .served import Served
 
 SHAPES = ("grow", "grow", "grow", "edit_first", "edit_assistant", "drop_assistant", "regenerate", "branch")
 TOKENS = 40
 
 
-def cold(engine: Engine, messages: Messages, max_tokens: int = TOKENS) -> str:
+def cold(engine: Served, messages: Messages, max_tokens: int = TOKENS) -> str:
     """The text without any reuse: a salt of its own keeps the prefix cache out, and no KV is handed over."""
     reply = chat(engine, messages, cache_salt=f"cold-{time.monotonic_ns()}", max_tokens=max_tokens)
     assert reply.status == 200, reply.body
@@ -34,7 +34,7 @@ class Talk:
         stream: Whether answers are streamed.
     """
 
-    gateway: Engine
+    gateway: Served
     seed: int
     stream: bool = False
     messages: Messages = field(default_factory=list)
@@ -73,7 +73,7 @@ class Talk:
         messages.append(fresh)
 
 
-def wrong(engine: Engine, asked: list[tuple[str, Messages, str]]) -> list[tuple[str, str, str]]:
+def wrong(engine: Served, asked: list[tuple[str, Messages, str]]) -> list[tuple[str, str, str]]:
     """The answers that differ from a cold run, as shape, answer and right text."""
     found = []
     for shape, messages, answer in asked:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from .conftest import Pool
+    from .fixtures import Pool
 
 pytestmark = pytest.mark.engine
 Pair = tuple[Engine, Engine]

@@ -57,7 +57,8 @@ class Responses:
 
     def _event(self, kind: str, **members: Any) -> bytes:
         self._number += 1
-        return named(kind, members | {"sequence_number": self._number, "type": kind})
+        # vLLM writes an event's own members in alphabetical order.
+        return named(kind, dict(sorted((members | {"sequence_number": self._number, "type": kind}).items())))
 
     def _part(self, text: str, logprobs: Any) -> dict[str, Any]:
         return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}

@@ -28,6 +28,8 @@ from .legs import turn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .served import Served
+
 ENABLED = os.environ.get("KVROUTE_ENGINE") == "1"
 
 LOGS = Path("~/.cache/kvroute/logs").expanduser()
@@ -119,7 +121,7 @@ def unidirectional(pool: Pool, pair: tuple[Engine, Engine]) -> Engine:
     return prefill
 
 
-def warm_up(prefill: Engine, decode: Engine) -> None:
+def warm_up(prefill: Served, decode: Served) -> None:
     """Make the NIXL connections of both directions, whose handshake has a deadline that a busy machine can miss."""
     messages = [{"role": "user", "content": model.text(1, 80)}]
     first = turn(prefill, decode, messages)

@@ -1,4 +1,4 @@
-"""The plugin in real engines, asked directly: what a gateway may rely on."""
+"""The plugin in an engine, asked directly: what a gateway may rely on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .legs import FIRST_TURN, Messages, Turn, chat, complete, events, generate, opened, turn
-from .model import SERVED_NAME, text
+from tests.engine.legs import FIRST_TURN, Messages, Turn, chat, complete, events, generate, opened, turn
+from tests.engine.model import SERVED_NAME, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .engines import Engine
+    from tests.engine.served import Served
 
-pytestmark = pytest.mark.engine
-
-Pair = tuple["Engine", "Engine"]
+Pair = tuple["Served", "Served"]
 
 
 def user(content: str) -> dict[str, str]:
@@ -30,17 +28,17 @@ def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
-def cold(engine: Engine, messages: Messages, **members: Any) -> str:
+def cold(engine: Served, messages: Messages, **members: Any) -> str:
     """The text without any reuse: a salt of its own keeps the prefix cache out, and no parameters are sent."""
     salt = f"cold-{time.monotonic_ns()}"
     return chat(engine, messages, cache_salt=salt, **members).text
 
 
-def read_from_decode(prefill: Engine) -> float:
+def read_from_decode(prefill: Served) -> float:
     return prefill.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
 
 
-def used(engine: Engine) -> float:
+def used(engine: Served) -> float:
     """The share of an engine's KV blocks in use now; a small request first, as the gauge moves with steps only."""
     complete(engine, "now", max_tokens=1)
     return engine.metric("vllm:kv_cache_usage_perc")
@@ -67,7 +65,7 @@ def test_capabilities_say_what_is_on(pair: Pair) -> None:
             "hold": True,
         }
         assert (answer["off"], answer["vllm"], answer["kv_role"]) == ({}, "0.32.0", role)
-        assert (answer["block_size"], answer["bidirectional_kv_xfer"]) == (engine.spec.block_size, True)
+        assert (answer["block_size"], answer["bidirectional_kv_xfer"]) == (engine.block_size, True)
         assert len(answer["instance"]) == 32
 
 
@@ -347,7 +345,7 @@ def mutated(rng: random.Random, messages: Messages, last: Turn, seed: int) -> Me
     return after
 
 
-def test_with_verification_off_an_edited_history_answers_wrongly(pair: Pair, unverified: Engine) -> None:
+def test_with_verification_off_an_edited_history_answers_wrongly(pair: Pair, unverified: Served) -> None:
     # Shows that the tests above can fail: nothing but verification stands between a client and another history's text.
     decode = pair[1]
     described = json.loads(unverified.get("/kvroute/capabilities"))
@@ -364,7 +362,7 @@ def test_with_verification_off_an_edited_history_answers_wrongly(pair: Pair, unv
     assert wrong > 0
 
 
-def test_a_prefill_engine_that_reads_nothing_back_does_not_hang(pair: Pair, unidirectional: Engine) -> None:
+def test_a_prefill_engine_that_reads_nothing_back_does_not_hang(pair: Pair, unidirectional: Served) -> None:
     prefill, decode = unidirectional, pair[1]
     described = json.loads(prefill.get("/kvroute/capabilities"))
     assert "bidirectional_kv_xfer" in described["off"]["verify_digests"]
