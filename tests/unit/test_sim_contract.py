@@ -1,6 +1,7 @@
 """The rules of engines that gateways run into: leases, reads, what kills an engine and what makes it wait for ever."""
 
 import math
+import random
 
 import pytest
 
@@ -45,6 +46,18 @@ def test_heartbeats_keep_the_lease_from_when_decode_accepts_the_request(lab, pai
     assert prefill.pinned_blocks > 0
     drain(decode)
     assert waiting.cached["p2p"] == len(PROMPT)
+    assert prefill.pinned_blocks == 0
+
+
+def test_a_decode_engine_that_dies_holds_a_lease_no_longer_than_its_last_heartbeat(lab, pair):
+    prefill, decode = pair
+    handoff = held(lab.run(prefill, params=dict(COLD), max_tokens=1))
+    lab.start(decode, params=dict(handoff))
+    lab.clock.advance(100)
+    decode.die("killed")
+    lab.clock.advance(19)
+    assert prefill.pinned_blocks > 0
+    lab.clock.advance(1)
     assert prefill.pinned_blocks == 0
 
 
@@ -289,6 +302,34 @@ def test_a_preempted_request_goes_on_with_the_same_text(lab):
     roomy = lab.core("c", "both")
     for sequence in both:
         assert reply(sequence) == reply(lab.run(roomy, sequence.tokens[: sequence.prompt_tokens], max_tokens=150))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_text_is_wrong_however_scarce_blocks_are(lab, seed):
+    rng = random.Random(seed)
+    core = lab.core(
+        "s",
+        "both",
+        num_gpu_blocks=rng.randrange(14, 40),
+        cpu_blocks=rng.choice([0, 10, 200]),
+        max_num_batched_tokens=rng.choice([16, 64, 8192]),
+        max_num_seqs=rng.choice([2, 8]),
+    )
+    prompts = [PROMPT[: rng.randrange(5, 100)] + [rng.randrange(300)] * rng.randrange(40) for _ in range(30)]
+    running = []
+    for prompt in prompts:
+        running.append(lab.start(core, prompt, max_tokens=rng.randrange(1, 60)))
+        for _ in range(rng.randrange(20)):
+            if (step := core.schedule()) is not None:
+                core.commit(step)
+        if rng.random() < 0.2:
+            core.abort(running.pop())
+    drain(core)
+    assert core.pool.free == core.pool.size
+    for sequence in running:
+        cold = lab.run(lab.core("c", "both"), sequence.tokens[: sequence.prompt_tokens], max_tokens=sequence.written)
+        assert reply(sequence) == reply(cold)
+        assert sequence.written == sequence.sampling.max_tokens
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_running_ones(lab):

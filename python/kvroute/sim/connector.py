@@ -49,7 +49,7 @@ class Connector:
         if not params.get("do_remote_prefill") or not all(name in params for name in ADDRESS):
             return
         try:
-            self._fabric.dial(params).heartbeat(params["remote_request_id"], start=start)
+            self._fabric.dial(params).heartbeat(params["remote_request_id"], self.agent, start=start)
         except TransferError:
             return
 
@@ -136,7 +136,7 @@ class Connector:
         # Both ends carry it: the busier one decides.
         ready = max(self.agent.link.send(size, start), source.link.send(size, start))
         # The reader's worker keeps the lease alive until the read is over.
-        source.heartbeat(params["remote_request_id"], start=True)
+        source.heartbeat(params["remote_request_id"], self.agent, start=True)
         return Read(source, params["remote_request_id"], local, remote, ready)
 
     def finish_read(self, read: Read) -> None:
@@ -149,7 +149,7 @@ class Connector:
             read.finish()
         except TransferError:
             self.failed_reads += 1
-            read.source.heartbeat(read.request_id, start=False)
+            read.source.heartbeat(read.request_id, self.agent, start=False)
             raise
         self.reads += 1
 

@@ -171,6 +171,7 @@ class EngineCore:
         self._finish_loads(self._looked)
         budget = self.spec.max_num_batched_tokens
         work: list[tuple[Sequence, int]] = []
+        before = self.stats.preemptions
         for sequence in list(self.running):
             count = min(len(sequence.tokens) - sequence.computed, budget)
             if count <= 0 or sequence.state != "running":
@@ -179,7 +180,8 @@ class EngineCore:
                 continue  # it was preempted itself
             work.append((sequence, count))
             budget -= count
-        self._admit(work, budget, self._looked)
+        if self.stats.preemptions == before:  # what had to leave would take the place of what comes in
+            self._admit(work, budget, self._looked)
         work = [(sequence, count) for sequence, count in work if sequence.state == "running"]
         return Step(work, self._cost(work)) if work else None
 
@@ -196,7 +198,7 @@ class EngineCore:
 
     def _admit(self, work: list[tuple[Sequence, int]], budget: int, now: float) -> None:
         """Let waiting requests in, first come first served, while tokens, blocks and places last."""
-        while self.waiting and budget > 0 and len(self.running) + len(self.arrivals) < self.spec.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) < self.spec.max_num_seqs:
             sequence = self.waiting[0]
             if self.clock.scale and self._ready(sequence) > now:
                 return
@@ -207,9 +209,10 @@ class EngineCore:
             if sequence.state != "running":
                 continue
             count = min(len(sequence.tokens) - sequence.computed, budget)
-            if self._grow(sequence, sequence.computed + count):
-                work.append((sequence, count))
-                budget -= count
+            if not self._grow(sequence, sequence.computed + count):
+                return
+            work.append((sequence, count))
+            budget -= count
 
     def _place(self, sequence: Sequence) -> bool:
         """Find what is cached of the first waiting request, and give it blocks; False when there are too few."""
@@ -233,7 +236,7 @@ class EngineCore:
             self.pool.release(hits)
             return False
         sequence.blocks = hits + fresh
-        sequence.computed = local
+        sequence.computed, sequence.expected = local, total
         sequence.cursor = Cursor()
         for block in hits:
             sequence.cursor.use(block, size)
@@ -259,8 +262,8 @@ class EngineCore:
         if load is not None:
             read = self.offload.load(load.local, load.found, self.clock.now())
             media = [("disk" if item.tier.medium == "STORAGE" else "host") for item in load.found]
-            for medium in set(media):
-                sequence.cached[medium] = media.count(medium) * self.spec.block_size
+            if sequence.preemptions == 0:
+                sequence.cached |= {medium: media.count(medium) * self.spec.block_size for medium in set(media)}
         elif external:
             sequence.cached["p2p"] = external
         if not external and load is None:
@@ -290,7 +293,7 @@ class EngineCore:
         except TransferError as error:
             self._load_failed(sequence, error)
             return
-        self._filling.adopt(sequence, sequence.cached_tokens)
+        self._filling.adopt(sequence, sequence.expected)
         self._run(sequence)
 
     def _load_failed(self, sequence: Sequence, error: TransferError) -> None:

@@ -47,6 +47,7 @@ class Sequence:
         params: ``kv_transfer_params`` as the client sent them; changed by the connector, as in vLLM.
         deliver: Called once per step with new tokens, and at the end with its reason.
         computed: Tokens whose KV is in ``blocks``.
+        expected: Tokens whose KV is there when what is on its way has arrived.
         cached: Prompt tokens that were not computed here: from the local cache, an outer tier or another engine.
         held: Parameters for the next leg, once finished.
     """
@@ -62,6 +63,7 @@ class Sequence:
     state: State = "waiting"
     prompt_tokens: int = 0
     computed: int = 0
+    expected: int = 0
     blocks: list[Block] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     cursor: Cursor = dataclasses.field(default_factory=Cursor)

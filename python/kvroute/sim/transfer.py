@@ -34,13 +34,13 @@ class Hold:
 
     Attributes:
         deadline: Simulated time at which they are given up; infinite for the ones that vLLM forgets.
-        readers: Requests on other engines that send heartbeats for it.
+        readers: Engines that send heartbeats for it, once per request.
     """
 
     request_id: str
     blocks: list[Block]
     deadline: float
-    readers: int = 0
+    readers: list[Agent] = dataclasses.field(default_factory=list)
 
 
 class Agent:
@@ -55,6 +55,13 @@ class Agent:
         lease: ``kv_lease_duration`` in seconds.
         link: Its network.
         wake: Called when blocks were given back.
+
+    Attributes:
+        closed: Simulated time at which the engine ended, None while it lives.
+        fail_reads: Next reads of its blocks that fail.
+        expired: Holds that ended by themselves, and reads that were declined.
+        late_notifications: Readers that said they were done when nothing was held for them any more.
+        holds: What is held, by request.
     """
 
     def __init__(
@@ -74,13 +81,14 @@ class Agent:
         self.port = port
         self.pool = pool
         self.link = link
-        self.alive = True
+        self.closed: float | None = None
         self.fail_reads = 0
         self.expired = 0
         self.late_notifications = 0
         self.holds: dict[str, Hold] = {}
         self._clock = clock
-        self._lease = lease
+        # NIXL extends by two thirds of the lease with each heartbeat.
+        self._extension = lease * 2 / 3
         self._wake = wake
 
     @property
@@ -95,15 +103,24 @@ class Agent:
         self.holds[request_id] = Hold(request_id, blocks, deadline)
         return deadline
 
-    def heartbeat(self, request_id: str, *, start: bool) -> None:
-        """A reader accepted its request, or ended it: in between the lease does not run out."""
+    def heartbeat(self, request_id: str, reader: Agent, *, start: bool) -> None:
+        """A reader accepted its request, or ended it: in between the lease does not run out while the reader lives."""
         self.expire()
         hold = self.holds.get(request_id)
         if hold is None:
             return
-        hold.readers += 1 if start else -1
-        # NIXL extends by two thirds of the lease with each heartbeat.
-        hold.deadline = max(hold.deadline, self._clock.now() + self._lease * 2 / 3)
+        if start:
+            hold.readers.append(reader)
+        elif reader in hold.readers:
+            hold.readers.remove(reader)
+        hold.deadline = max(hold.deadline, self._clock.now() + self._extension)
+
+    def _ends(self, hold: Hold) -> float:
+        """When a hold ends by itself."""
+        if any(reader.closed is None for reader in hold.readers):
+            return math.inf
+        last = max((reader.closed or 0.0 for reader in hold.readers), default=-math.inf)
+        return max(hold.deadline, last + self._extension)
 
     def done(self, request_id: str) -> None:
         """A reader has what it wants, or wants nothing: the blocks are given back."""
@@ -118,7 +135,7 @@ class Agent:
     def expire(self, *, force: bool = False) -> int:
         """Give back what is past its deadline; with ``force`` everything. Returns the number of holds."""
         now = self._clock.now()
-        over = [hold for hold in self.holds.values() if force or (hold.readers <= 0 and now >= hold.deadline)]
+        over = [hold for hold in self.holds.values() if force or now >= self._ends(hold)]
         for hold in over:
             del self.holds[hold.request_id]
             self.pool.release(hold.blocks)
@@ -129,11 +146,12 @@ class Agent:
 
     def next_deadline(self) -> float:
         """When the next hold ends by itself; infinite when none does."""
-        return min((hold.deadline for hold in self.holds.values() if hold.readers <= 0), default=math.inf)
+        return min(map(self._ends, self.holds.values()), default=math.inf)
 
     def close(self) -> None:
         """The engine is gone: its memory with it."""
-        self.alive = False
+        if self.closed is None:
+            self.closed = self._clock.now()
         self.holds.clear()
 
 
@@ -161,7 +179,7 @@ class Fabric:
         """
         host, port = params["remote_host"], params["remote_port"]
         agent = self._agents.get((host, port))
-        if agent is None or not agent.alive:
+        if agent is None or agent.closed is not None:
             raise TransferError(f"no NIXL agent at {host}:{port}")
         if agent.engine_id != params["remote_engine_id"]:
             raise TransferError(f"engine id {params['remote_engine_id']} expected, {agent.engine_id} answers")
@@ -191,7 +209,7 @@ class Read:
         Raises:
             TransferError: When the holder died meanwhile or a fault was asked for.
         """
-        if not self.source.alive:
+        if self.source.closed is not None:
             raise TransferError(f"engine {self.source.engine_id} is gone")
         if self.source.fail_reads:
             self.source.fail_reads -= 1
