@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.field.fleet import ANSWER, BASE, CHAT, both_modes, fleet
+from tests.field.fleet import ANSWER, BASE, CHAT, both_modes, delta, event, fleet
 from tests.support.engines import FakeEngine
 from tests.support.gateway import running, until
-from tests.support.scripted import RawClient
+from tests.support.scripted import DONE, STALL, RawClient, chunk, stream_head
+
+if TYPE_CHECKING:
+    from tests.support.scripted import Script
 
 APIS = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"]
+DECODED = (
+    b'{"do_remote_prefill":false,"do_remote_decode":true,"remote_engine_id":"d","remote_block_ids":[[1]],'
+    b'"remote_host":"10.0.0.9","remote_port":5601,"remote_request_id":"y","remote_num_tokens":16}'
+)
 MANY_DIGITS = "9" * 5000  # more than Python reads as a number
 
 
@@ -140,6 +148,25 @@ async def test_a_handle_stays_with_the_conversation_when_the_client_leaves_befor
             assert (await client.request(target=CHAT, body=turn)).status == 200
         assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 1
     assert prefill.faults == decode.faults == []
+
+
+async def test_a_handle_is_kept_when_the_client_leaves_at_the_end_mark_of_its_stream():
+    turn = {"model": "m", "conversation_id": "c", "messages": [{"role": "user", "content": "one"}], "stream": True}
+    script: Script = [
+        stream_head(),
+        chunk(delta("ok")),
+        chunk(event(b'{"kv_transfer_params":%b}' % DECODED)),
+        chunk(DONE),
+        STALL,
+    ]
+    async with fleet("disaggregated", script) as served:
+        async with served.client() as client:
+            await client.send(target=CHAT, body=json.dumps(turn).encode())
+            await client.read_until(b"[DONE]\n\n")
+        await until(lambda: served.gateway.gateway.running == 0)
+        assert served.gateway.gateway.store.handles == 1
+        assert served.gateway.metric("kvroute_kv_handles_total", fate="stored") == 1
+        await (await served.engine.call()).closed.wait()
 
 
 async def test_a_handle_that_was_sent_is_counted_when_the_client_leaves_before_the_answer():

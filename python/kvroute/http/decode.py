@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvroute.http.prefill import Prefilled
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
-    from kvroute.upstream import Relayed, Timeouts
+    from kvroute.upstream import Tap, Timeouts
 
 _CLIENT_BODY = Edits(drop=OWNED)
 
@@ -113,12 +113,21 @@ class DecodeLeg:
             self._handoff = None
         async with exchange:
             gateway.metrics.first_byte.labels(self._plan.mode).observe(time.monotonic() - started)
-            relayed = await exchange.relay(
-                incoming.request, hide=True, extra_headers=[(b"X-Request-Id", incoming.request_id.encode())]
-            )
+            try:
+                relayed = await exchange.relay(
+                    incoming.request, hide=True, extra_headers=[(b"X-Request-Id", incoming.request_id.encode())]
+                )
+            except asyncio.CancelledError:
+                # Clients may close when they have read `[DONE]`: the turn has ended well, and the engine holds blocks.
+                tap = exchange.tap
+                if exchange.status == 200 and tap is not None and tap.done:
+                    self._remember(endpoint, epoch, tap, started)
+                raise
         gateway.relayed(endpoint, relayed)
         if exchange.status == 200:
-            self._remember(endpoint, epoch, relayed)
+            self._remember(
+                endpoint, epoch, relayed.tap if relayed.outcome == "complete" else None, relayed.engine_ended
+            )
         return relayed.response
 
     def _why_dead(self, now: float) -> str | None:
@@ -152,11 +161,16 @@ class DecodeLeg:
         params = decode_params(self._handoff, prefill_host=holder.origin.host, hold=wanted if able.hold else None)
         return body.splice(_CLIENT_BODY, kv_transfer_params=params)
 
-    def _remember(self, endpoint: Endpoint, epoch: int, relayed: Relayed) -> None:
-        """Store the new handle of a turn that ended well; anything else leaves none."""
-        tap = relayed.tap
-        whole = relayed.outcome == "complete" and tap is not None and not tap.error
-        handle = read_handle(tap.handle, from_decode=True) if whole and tap is not None else None
+    def _remember(self, endpoint: Endpoint, epoch: int, tap: Tap | None, ended: float) -> None:
+        """Store the new handle of a turn that ended well; anything else leaves none.
+
+        Args:
+            endpoint: The engine that made it.
+            epoch: That engine's epoch when it was called.
+            tap: What its answer told, None when that broke off.
+            ended: The earliest that the engine can have ended, on the monotonic clock.
+        """
+        handle = read_handle(tap.handle, from_decode=True) if tap is not None and not tap.error else None
         fates = self._gateway.metrics.handles
         if self._turn.key is None:
             if handle is not None:
@@ -169,7 +183,7 @@ class DecodeLeg:
             if engine_ttl is not None:
                 ttl = min(ttl, engine_ttl * 15 / 16)  # the margin of the defaults: 450 of 480 s
             # Counted from the engine's end: a client that reads slowly must not make the blocks look younger.
-            held = Held(handle, endpoint.url, epoch, relayed.engine_ended + ttl)
+            held = Held(handle, endpoint.url, epoch, ended + ttl)
         fates.labels("stored" if held is not None else "not_returned").inc()
         if self._turn.finish(endpoint.url, held) is not None:
             fates.labels("replaced").inc()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiohttp import web
     from typing_extensions import Self
 
-    from kvroute._core import EngineResponse
+    from kvroute._core import EngineResponse, Tap
 
     from .connection import Connection
     from .errors import Kind
@@ -68,6 +68,11 @@ class Exchange:
     def is_event_stream(self) -> bool:
         """Whether the body is an event stream that can be read."""
         return self._response.is_event_stream
+
+    @property
+    def tap(self) -> Tap | None:
+        """What the body of a stream has told so far; `None` unless it is being relayed."""
+        return self._response.tap()
 
     async def read(self, limit: int) -> bytes:
         """Reads the whole body.
