@@ -63,6 +63,11 @@ def test_endpoints_given_as_flags_replace_those_of_the_file(tmp_path):
         ([("both", "http://a:99999")], "1 to 65535"),
         ([("both", "http://a:0")], "1 to 65535"),
         ([("both", "http://a:1?x=y")], "must not hold"),
+        ([("both", "http://a b:1")], "endpoints.0.url"),
+        ([("both", "http://a:1/%zz")], "endpoints.0.url"),
+        ([("both", "http://a:1/é")], "endpoints.0.url"),
+        ([("both", "http://é:1")], "endpoints.0.url"),
+        ([("both", "http://a:80"), ("both", "HTTP://A/")], "listed twice: http://a"),
     ],
 )
 def test_a_fleet_that_cannot_work_is_refused_with_the_reason(endpoints, words):
@@ -88,10 +93,22 @@ def test_a_fleet_that_cannot_work_is_refused_with_the_reason(endpoints, words):
         ("server.api_keys", "['a b ']", "server.api_keys"),
         ("server.api_keys", "['']", "server.api_keys"),
         ("server.api_keys", "[a, a]", "server.api_keys"),
+        ("server.host", '"a\\0"', "server.host"),
+        ("server.max_header_bytes", "99999999999999999999", "server.max_header_bytes"),
+        ("server.max_event_bytes", "99999999999999999999", "server.max_event_bytes"),
+        ("server.keepalive_seconds", "1.0e+300", "server.keepalive_seconds"),
     ],
 )
 def test_a_bad_value_names_the_setting(name, value, words):
     assert words in refused(assignments=[(name, value)], endpoints=ENGINE)
+
+
+@pytest.mark.parametrize("key", ['""', '"a\\nb"', '"é"', '" a"'])
+def test_a_key_of_an_engine_that_no_header_can_hold_is_refused_and_not_quoted(tmp_path, key):
+    file = tmp_path / "kvroute.yaml"
+    file.write_text(f"endpoints: [{{url: http://a:1, api_key: {key}}}]\n", encoding="utf-8")
+    text = refused(file=file)
+    assert text == "endpoints.0.api_key: must be printable ASCII without surrounding spaces, and not empty"
 
 
 def test_an_unknown_member_in_the_file_is_refused(tmp_path):

@@ -12,7 +12,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from kvroute.upstream.origin import Origin
+
+# The bounds are beyond any use, and within what timers and buffers can count.
+Seconds = Annotated[float, Field(gt=0, le=365 * 86400, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(le=2**40)]
 Role = Literal["prefill", "decode", "both"]
 
 
@@ -22,18 +26,23 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
 
+def _fits_a_header(key: SecretStr) -> bool:
+    value = key.get_secret_value()
+    return bool(value) and value.isascii() and value.isprintable() and value == value.strip()
+
+
 class Server(Section):
     """The side that clients see."""
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
     api_keys: tuple[SecretStr, ...] = Field((), description="keys that clients must send; empty: no check")
-    max_body_bytes: int = Field(
+    max_body_bytes: Bytes = Field(
         64 * 2**20, ge=1, description="largest request body; 64 MiB holds a context of about 15 million tokens of text"
     )
-    max_header_bytes: int = Field(32 * 2**10, ge=1024, description="largest request line, and largest header field")
-    max_event_bytes: int = Field(16 * 2**20, ge=1024, description="largest single event of an engine's stream")
-    max_reply_bytes: int = Field(
+    max_header_bytes: Bytes = Field(32 * 2**10, ge=1024, description="largest request line, and largest header field")
+    max_event_bytes: Bytes = Field(16 * 2**20, ge=1024, description="largest single event of an engine's stream")
+    max_reply_bytes: Bytes = Field(
         256 * 2**20,
         ge=1024,
         description="largest engine reply that has to be read whole (prefill replies, replies with a handle)",
@@ -42,13 +51,18 @@ class Server(Section):
     keepalive_seconds: Seconds = Field(75.0, description="time an idle client connection stays open")
     drain_seconds: Seconds = Field(60.0, description="time that running requests have to finish after SIGTERM")
 
+    @field_validator("host")
+    @classmethod
+    def _host_is_one_word(cls, host: str) -> str:
+        if not host.isprintable() or " " in host:
+            raise ValueError("must be an address or a name")
+        return host
+
     @field_validator("api_keys")
     @classmethod
     def _keys_are_usable(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        for key in keys:
-            value = key.get_secret_value()
-            if not value or not value.isascii() or not value.isprintable() or value != value.strip():
-                raise ValueError("each key must be printable ASCII without surrounding spaces, and not empty")
+        if not all(_fits_a_header(key) for key in keys):
+            raise ValueError("each key must be printable ASCII without surrounding spaces, and not empty")
         if len({key.get_secret_value() for key in keys}) != len(keys):
             raise ValueError("the same key is listed twice")
         return keys
@@ -86,7 +100,15 @@ class EndpointSettings(Section):
             raise ValueError("the port must be 1 to 65535") from None
         if port == 0:
             raise ValueError("the port must be 1 to 65535")
+        Origin.parse(url)
         return url.rstrip("/")
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_is_usable(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not _fits_a_header(key):
+            raise ValueError("must be printable ASCII without surrounding spaces, and not empty")
+        return key
 
 
 class Health(Section):
@@ -185,7 +207,8 @@ class Settings(Section):
             raise ValueError(
                 "endpoints: at least one engine is needed (--endpoint URL, or --prefill URL with --decode URL)"
             )
-        urls = [endpoint.url for endpoint in self.endpoints]
+        # Two spellings of one engine are one engine.
+        urls = [Origin.parse(endpoint.url).url for endpoint in self.endpoints]
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if twice:
             raise ValueError(f"endpoints: listed twice: {', '.join(twice)}")
