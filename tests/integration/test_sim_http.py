@@ -198,6 +198,21 @@ async def test_metrics_have_the_real_names_types_and_labels(client, fleet):
     )
 
 
+async def test_tiers_and_reads_show_in_metrics(client, fleet):
+    await legs(client, fleet, "decode_turn1_nonstream")
+    reads = (await get(client, fleet["d"], "/metrics"))[1].decode()
+    assert 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 1.0' in reads
+    spec = EngineSpec("e", model="tiny", num_gpu_blocks=64, cpu_blocks=500, profile="qwen3-32b-tp2")
+    async with SimFleet([spec], time_scale=0) as tiered:
+        for word in ("a ", "b ", "c ", "a "):
+            assert (await chat(client, tiered["e"], word * 400))[0] == 200
+        text = (await get(client, tiered["e"], "/metrics"))[1].decode()
+        values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if "{" in line}
+        assert values["vllm:kv_offload_load_bytes_total"] >= 20 * 16 * 262_144
+        assert values["vllm:kv_offload_load_time_total"] > 0
+        assert 'source="host"} 0.0' not in text
+
+
 async def test_scale_out_routes_are_closed_and_unknown_ones_unknown(client, fleet):
     assert (await post(client, fleet["p"], "/inference/v1/generate", {}))[0] == 403
     assert (await post(client, fleet["p"], "/v1/chat/completions/render", {}))[0] == 403

@@ -10,6 +10,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from kvroute.sim.stats import BYTE_BUCKETS, LATENCY_BUCKETS, Histogram
 from kvroute.sim.transfer import ADDRESS, EXPIRY_SLACK_SECONDS, Agent, Fabric, Read, TransferError
 
 if TYPE_CHECKING:
@@ -29,14 +30,16 @@ class Connector:
     """One engine rank's NixlConnector."""
 
     agent: Agent
+    read_bytes: Histogram
+    read_seconds: Histogram
 
     def __init__(self, spec: EngineSpec, agent: Agent, fabric: Fabric, plugin: Plugin, clock: Clock) -> None:
         self.spec = spec
         self.agent = agent
         self.plugin = plugin
-        self.reads = 0
         self.failed_reads = 0
-        self.bytes_read = 0
+        self.read_seconds = Histogram(LATENCY_BUCKETS)
+        self.read_bytes = Histogram(BYTE_BUCKETS)
         self._fabric = fabric
         self._clock = clock
 
@@ -127,7 +130,7 @@ class Connector:
             raise TransferError("remote block ids out of range")
         costs = self.spec.costs
         size: float = len(local) * self.spec.block_size * costs.kv_bytes_per_token
-        self.bytes_read += int(size)
+        self.read_bytes.observe(size)
         start = now
         if params.get("do_remote_decode"):
             # Reading back was published as slower than handing over: such bytes count for more on the same link.
@@ -137,7 +140,7 @@ class Connector:
         ready = max(self.agent.link.send(size, start), source.link.send(size, start))
         # The reader's worker keeps the lease alive until the read is over.
         source.heartbeat(params["remote_request_id"], self.agent, start=True)
-        return Read(source, params["remote_request_id"], local, remote, ready)
+        return Read(source, params["remote_request_id"], local, remote, now, ready)
 
     def finish_read(self, read: Read) -> None:
         """End a read.
@@ -151,7 +154,7 @@ class Connector:
             self.failed_reads += 1
             read.source.heartbeat(read.request_id, self.agent, start=False)
             raise
-        self.reads += 1
+        self.read_seconds.observe(read.ready - read.started)
 
     def finished(self, sequence: Sequence, reason: Finish) -> tuple[bool, dict[str, Any] | None]:
         """What a finished request leaves (``request_finished``).

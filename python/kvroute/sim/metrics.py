@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+from kvroute.sim.stats import Histogram
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
 
     from kvroute.sim.engine import Engine
     from kvroute.sim.scheduler import EngineCore
-    from kvroute.sim.stats import Histogram
 
 _GAUGES: dict[str, Callable[[EngineCore], float]] = {
     "vllm:num_requests_running": lambda core: len(core.running),
@@ -48,6 +49,11 @@ _HISTOGRAMS: dict[str, Callable[[EngineCore], Histogram]] = {
     "vllm:request_generation_tokens": lambda core: core.stats.replies,
     "vllm:iteration_tokens_total": lambda core: core.stats.iteration,
 }
+_EMPTY: Histogram = Histogram(())
+_NIXL_HISTOGRAMS: dict[str, Callable[[EngineCore], Histogram]] = {
+    "vllm:nixl_xfer_time_seconds": lambda core: core.connector.read_seconds if core.connector else _EMPTY,
+    "vllm:nixl_bytes_transferred": lambda core: core.connector.read_bytes if core.connector else _EMPTY,
+}
 
 
 def exposition(engine: Engine) -> str:
@@ -80,7 +86,8 @@ class _Collector:
             for core, labels in cores:
                 counter.add_metric(labels, read(core))
             yield counter
-        for name, shape in _HISTOGRAMS.items():
+        shapes = _HISTOGRAMS if not engine.spec.has_nixl else _HISTOGRAMS | _NIXL_HISTOGRAMS
+        for name, shape in shapes.items():
             histogram = HistogramMetricFamily(name, name, labels=names)
             for core, labels in cores:
                 values = shape(core)
@@ -128,6 +135,10 @@ class _Collector:
                 moved = core.offload.loaded if direction == "load" else core.offload.stored
                 family.add_metric(labels, sum(moved.values()) * size)
             yield family
+        seconds = CounterMetricFamily("vllm:kv_offload_load_time", "Time of loads", labels=["engine", "model_name"])
+        for core, labels in cores:
+            seconds.add_metric(labels, core.offload.load_seconds)
+        yield seconds
 
     def _cache_config(self) -> Metric:
         spec = self._engine.spec

@@ -15,6 +15,7 @@ LATENCY_BUCKETS = (
 )
 E2E_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+BYTE_BUCKETS = tuple(float(2**power) for power in range(11, 36, 2))
 
 
 class Histogram:

@@ -106,6 +106,7 @@ class Offload:
         self.storage = storage
         self.stored = {"CPU": 0, "STORAGE": 0}
         self.loaded = {"CPU": 0, "STORAGE": 0}
+        self.load_seconds = 0.0
         self._release = spec.release
         self._block_bytes = spec.block_size * spec.costs.kv_bytes_per_token
         self._block_size = spec.block_size
@@ -196,6 +197,7 @@ class Offload:
             count = sum(item.tier is tier for item in found)
             ready = max(ready, tier.link.send(count * self._block_bytes, now))
             self.loaded[tier.medium] += count
+        self.load_seconds += ready - now
         return Load(local, found, ready)
 
     def reset(self) -> None:

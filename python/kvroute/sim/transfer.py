@@ -194,6 +194,7 @@ class Read:
         source: The holder.
         local: Blocks to fill, empty when only the holder is to be told.
         remote: Ids of the holder's blocks, one per local block.
+        started: Simulated time at which it was asked for.
         ready: Simulated time at which it ends.
     """
 
@@ -201,6 +202,7 @@ class Read:
     request_id: str
     local: list[Block]
     remote: list[int]
+    started: float
     ready: float
 
     def finish(self) -> None:
