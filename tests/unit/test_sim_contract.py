@@ -332,6 +332,44 @@ def test_no_text_is_wrong_however_scarce_blocks_are(lab, seed):
         assert sequence.written == sequence.sampling.max_tokens
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_nothing_stays_pinned_past_its_lease(lab, seed):
+    rng = random.Random(seed)
+    prefill = lab.core("p", "prefill", num_gpu_blocks=120)
+    decode = lab.core("d", "decode", num_gpu_blocks=120)
+    handles: list[dict[str, object]] = []
+    last: list[int] = []
+    for _ in range(120):
+        prompt = [*last, *PROMPT[: rng.randrange(20, 200)]][-500:]
+        handle = rng.choice(handles) if handles and rng.random() < 0.6 else None
+        first = lab.start(prefill, prompt, params=back(handle) if handle else dict(COLD), max_tokens=1)
+        prefill.connector.agent.fail_reads = rng.random() < 0.05
+        if rng.random() < 0.1:
+            prefill.abort(first)
+        drain(prefill)
+        if first.held is not None and rng.random() < 0.9:
+            second = lab.start(decode, prompt, params={**first.held, **rng.choice([{}, {}, {"kvroute_hold": False}])})
+            for _ in range(rng.randrange(30)):
+                if (step := decode.schedule()) is not None:
+                    decode.commit(step)
+            if rng.random() < 0.2:
+                decode.abort(second)
+            drain(decode)
+            if second.held is not None:
+                handles.append(second.held)
+                last = second.tokens
+        lab.clock.advance(rng.choice([0, 0, 1, 20, 40]))
+    for _ in range(40):  # those that waited for blocks get them, and hold some in turn
+        for core in (prefill, decode):
+            drain(core)
+        lab.clock.advance(500)
+    for core in (prefill, decode):
+        assert core.dead is None
+        assert core.pinned_blocks == 0
+        assert core.load == 0
+        assert core.pool.free == core.pool.size
+
+
 def test_a_long_prompt_is_computed_in_chunks_beside_running_ones(lab):
     core = lab.core("c", "both", max_num_batched_tokens=32, prefix_caching=False)
     short = lab.start(core, PROMPT[:10], max_tokens=50)
