@@ -6,6 +6,7 @@ import click
 
 from kvroute import __version__
 from kvroute.cli.check import check
+from kvroute.cli.demo import demo
 from kvroute.cli.serve import serve
 from kvroute.cli.sim import sim
 
@@ -19,5 +20,6 @@ def main() -> None:
 main.add_command(serve)
 main.add_command(check)
 main.add_command(sim)
+main.add_command(demo)
 
 __all__ = ["main"]
