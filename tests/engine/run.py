@@ -32,7 +32,7 @@ def main() -> None:
     wheel = os.environ.get("KVROUTE_WHEEL")
     python = environment.ensure(Path(wheel) if wheel else None)
     # Without a prefix cache of its own, all that prefill does not compute in turn 2 comes from decode.
-    specs = (replace(PREFILL, prefix_caching=False), DECODE)
+    specs = (replace(PREFILL, prefix_caching=False), replace(DECODE, hold_seconds=480))
     try:
         with running(specs, python, model.ensure(python), options.logs) as (prefill, decode):
             command = [sys.executable, "-m", "kvroute", "serve", "--port", str(options.port)]
@@ -55,7 +55,7 @@ The model is random: it answers noise, the same noise for the same history. Past
   story='{{"role": "user", "content": "{_STORY}"}}'
   ask() {{ curl -s $url/v1/chat/completions -H 'Content-Type: application/json' -d \\
     '{{"model": "{model.SERVED_NAME}", "temperature": 0, "max_tokens": 60,
-      "conversation_id": "demo", "messages": ['"$1"']}}'; }}
+      "conversation_id": "demo", "messages": ['"$1"']}}'; echo; }}
 
   # turn 1
   ask "$story" | tee turn1.json
