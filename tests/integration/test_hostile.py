@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
@@ -193,3 +195,36 @@ async def test_a_handle_that_was_sent_is_counted_when_the_client_leaves_before_t
         assert gateway.gateway.store.handles == 0
         assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 1
         assert gateway.metric("kvroute_kv_reuse_total", outcome="unreported", reason="no_answer") == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "answer", "requests"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "no_resources", b"can open no more connections", 8),
+        (OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"), "no_resources", b"no more connections", 8),
+        # This one counts: after two in a row the engine is out.
+        (
+            socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+            "resolve",
+            b"has no address now",
+            1,
+        ),
+    ],
+    ids=["files", "ports", "name"],
+)
+async def test_a_connection_that_was_not_refused_takes_no_engine_out(monkeypatch, failure, kind, answer, requests):
+    async with fleet("aggregated") as served, served.client() as client:
+        endpoint = served.gateway.endpoint(served.engine.url)
+
+        async def fail(*_args, **_options):
+            raise failure
+
+        with monkeypatch.context() as patch:
+            served.gateway.gateway.pool.close_idle(endpoint.origin)
+            patch.setattr(asyncio.get_running_loop(), "create_connection", fail)
+            for _ in range(requests):
+                reply = await client.request(target=CHAT, body=BASE)
+                assert (reply.status, answer in reply.body) == (503, True)
+        assert served.gateway.metric("kvroute_upstream_errors_total", endpoint=endpoint.url, kind=kind) == requests
+        assert (endpoint.healthy, endpoint.epoch) == (True, 0)
+        assert (await client.request(target=CHAT, body=BASE)).status == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import resource
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ def serve(*, list_settings: bool, **options: Any) -> None:
     settings = settings_from(**options)
     log.setup(settings.log.level)
     _give_bodies_back()
+    _take_files()
 
     def started(url: str, gateway: Gateway) -> None:
         _log.info("listening on %s", url)
@@ -72,6 +74,16 @@ def _give_bodies_back() -> None:
     mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(mmap_threshold, 2**20)
+
+
+def _take_files() -> None:
+    """Raises the limit of open files to what the system allows: a request in two legs needs two, a client one.
+
+    The usual default of 1024 is for programs that use `select`.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems name a limit that they do not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _run_on_uvloop(main: Coroutine[Any, Any, int]) -> int:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvroute.fleet")
 # Models and capabilities of a healthy engine are asked again this seldom; a restart is noticed by every probe.
 _REFRESH_PROBES = 15
+# Seconds between two probes at least: every failed request asks for one, and an engine in trouble has enough to do.
+_SPACING = 0.05
 
 
 class Monitor:
@@ -72,7 +74,7 @@ class Monitor:
                     await event.wait()
 
     def suspect(self, endpoint: Endpoint, error: UpstreamError) -> None:
-        """A request failed: a refused connection takes the engine out at once, anything else has it probed now."""
+        """A request failed: a refused connection takes the engine out at once, anything else has it probed soon."""
         if error.kind == "connect":
             self._remove(endpoint, str(error))
         self._wake[endpoint.url].set()
@@ -92,6 +94,7 @@ class Monitor:
                 rounds = 0
                 _log.exception("probe of %s failed", endpoint.url)
             self._first[endpoint.url].set()
+            await asyncio.sleep(_SPACING)
             with suppress(asyncio.TimeoutError):
                 async with timeout(self._settings.interval_seconds):
                     await wake.wait()
@@ -134,6 +137,10 @@ class Monitor:
         endpoint.seen = True
 
     def _failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
+        if error.kind == "no_resources":
+            # To take engines out for that would drop every conversation's KV. A restart meanwhile shows afterwards.
+            _log.warning("%s was not probed: %s", endpoint.url, error)
+            return
         endpoint.failures += 1
         if error.kind == "connect" or endpoint.failures >= self._settings.failures_to_remove:
             self._remove(endpoint, str(error))

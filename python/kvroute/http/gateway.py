@@ -37,6 +37,8 @@ _PASSING = re.compile(r"/v1(/(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._~-]+)+\Z")
 _STATUS_OF = {
     "connect": 503,
     "connect_timeout": 503,
+    "resolve": 503,
+    "no_resources": 503,
     "first_byte_timeout": 504,
     "idle_timeout": 504,
     "reset": 502,
@@ -208,6 +210,8 @@ class Gateway:
         words = {
             "connect": "the engine refused the connection",
             "connect_timeout": "the engine could not be reached in time",
+            "resolve": "the engine's name has no address now",
+            "no_resources": "the gateway can open no more connections now",
             "first_byte_timeout": "the engine did not answer in time (setting timeouts.first_byte_seconds)",
             "idle_timeout": "the engine stopped answering (setting timeouts.idle_seconds)",
             "reset": "the engine closed the connection before it answered",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["connect", "connect_timeout", "first_byte_timeout", "idle_timeout", "reset", "protocol", "too_large"]
+Kind = Literal[
+    "connect",
+    "connect_timeout",
+    "resolve",  # the engine's name has no address now
+    "no_resources",  # this process has no file, port or memory left for a connection: it says nothing of the engine
+    "first_byte_timeout",
+    "idle_timeout",
+    "reset",
+    "protocol",
+    "too_large",
+]
 
 
 class UpstreamError(Exception):

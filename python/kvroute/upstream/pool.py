@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,21 @@ from .origin import Origin, Timeouts, tls_context
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from .errors import Kind
+
 MIB = 1024 * 1024
 
 # Seconds since its last response in which no engine gives a connection up: servers count whole seconds from there.
 _MOMENT = 1.0
+
+
+_NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+
+def _kind(error: OSError) -> Kind:
+    if isinstance(error, socket.gaierror):
+        return "resolve"
+    return "no_resources" if error.errno in _NO_RESOURCES else "connect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +235,7 @@ class Pool:
             raise UpstreamError("connect_timeout", origin.url, message, request_sent=False) from None
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            raise UpstreamError("connect", origin.url, f"cannot connect: {reason}", request_sent=False) from error
+            raise UpstreamError(_kind(error), origin.url, f"cannot connect: {reason}", request_sent=False) from error
         return connection
 
     # One timer for all deadlines.
