@@ -8,7 +8,7 @@ ENGINE_PYTEST ?= tests/engine tests/conformance -m engine
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml | grep -v target)
 
-.PHONY: help dev test lint format bench wheel engine-env engine-test run clean
+.PHONY: help dev test lint format bench wheel engine-env engine-test run run-engines clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -55,7 +55,10 @@ engine-env: $(STAMP) ## build or reuse the environment of the real engines (6.4 
 engine-test: dev ## tests on a real vLLM prefill/decode pair
 	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) -s
 
-run: dev ## a real prefill/decode pair with the gateway in front, and curl commands to try
+run: dev ## the gateway on simulated engines: a report of what it does, then it stays up for curl
+	$(BIN)/kvroute demo
+
+run-engines: dev ## the gateway on a real vLLM prefill/decode pair, and curl commands to try
 	$(BIN)/python -m tests.engine.run
 
 clean: ## remove what was built (not the engine environment)
