@@ -1,4 +1,4 @@
-"""``make run-engines``: a real vLLM prefill/decode pair, the gateway in front, and commands to try; runs until stopped."""
+"""``make run-engines``: a real vLLM pair, the gateway in front, and commands to try; runs until stopped."""
 
 from __future__ import annotations
 
