@@ -228,3 +228,27 @@ async def test_a_connection_that_was_not_refused_takes_no_engine_out(monkeypatch
         assert served.gateway.metric("kvroute_upstream_errors_total", endpoint=endpoint.url, kind=kind) == requests
         assert (endpoint.healthy, endpoint.epoch) == (True, 0)
         assert (await client.request(target=CHAT, body=BASE)).status == 200
+
+
+async def test_without_keys_of_its_own_the_gateway_keeps_apart_whatever_engines_tell_apart():
+    body = json.dumps({"model": "m", "conversation_id": "c", "messages": [{"role": "user", "content": "one"}]}).encode()
+    credentials = [
+        [],
+        [("Authorization", "Bearer a")],
+        [("Authorization", "Basic YTpi")],
+        [("Authorization", "Basic Yzpk")],
+        [("Authorization", "bearer a")],
+        [("Authorization", "Bearer a"), ("Authorization", "Bearer b")],
+        [("x-api-key", "a"), ("x-api-key", "b")],
+        [("Authorization", "Basic YTpi"), ("x-api-key", "a")],
+    ]
+    async with (
+        FakeEngine("prefill", name="p") as prefill,
+        FakeEngine("decode", name="d") as decode,
+        running(prefill=[prefill.url], decode=[decode.url]) as gateway,
+    ):
+        async with RawClient(int(gateway.url.rpartition(":")[2])) as client:
+            for headers in credentials:
+                assert (await client.request(target=CHAT, body=body, headers=headers)).status == 200
+        assert gateway.metric("kvroute_conversations") == len(credentials)
+        assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 0

@@ -48,7 +48,7 @@ class Authenticator:
         """
         presented = self._presented(headers)
         if not self._digests:
-            return "" if presented is None else _digest(presented).hex()[:32]
+            return self._credentials(headers, presented)
         if presented is not None and len(presented) <= _LONGEST_KEY:
             digest = _digest(presented)
             matches = [hmac.compare_digest(digest, known) for known in self._digests]
@@ -57,6 +57,14 @@ class Authenticator:
         raise GatewayError(
             401, "a valid API key is needed: send `Authorization: Bearer KEY` (or `x-api-key: KEY`)", close=True
         )
+
+    @staticmethod
+    def _credentials(headers: CIMultiDictProxy[str], presented: str | None) -> str:
+        """A name for whatever the engines get to judge: other schemes than Bearer, and several credentials, too."""
+        if presented is not None:
+            return _digest(presented).hex()[:32]
+        given = [f"{name}:{value}" for name in ("Authorization", "x-api-key") for value in headers.getall(name, ())]
+        return _digest("\n".join(given)).hex()[:32] if given else ""
 
     def _presented(self, headers: CIMultiDictProxy[str]) -> str | None:
         values = headers.getall("Authorization", [])
