@@ -178,6 +178,19 @@ def test_a_handle_that_was_claimed_yields_to_a_newer_one_of_a_parallel_turn(stor
     assert dropped == [("old", "replaced")]
 
 
+@pytest.mark.parametrize("claims", [False, True], ids=["claimed nothing", "claimed the last"])
+def test_a_turn_without_a_handle_leaves_that_of_a_parallel_turn(store, dropped, claims):
+    newer = held("newer")
+    if claims:
+        store.put(key(), DECODE, held("older"))
+    with Turn(store, key()) as turn:
+        store.put(key(), DECODE, newer)
+        assert turn.finish("http://d:2", None) is None
+    assert dropped == ([("older", "replaced")] if claims else [])
+    claim = store.claim(key())
+    assert (claim.held, claim.decode) == (newer, "http://d:2")
+
+
 def test_without_a_conversation_nothing_is_kept(store):
     with Turn(store, None) as turn:
         assert turn.finish(DECODE, held()) is None

@@ -55,7 +55,7 @@ class Store(Protocol):
         """Take the conversation's handle; at most one caller ever gets it."""
 
     def put(self, key: Key, decode: str, held: Held | None) -> Held | None:
-        """Remember a turn's end; returns a handle that this one replaces."""
+        """Remember a turn's end; returns a handle that this one's replaces."""
 
     def give_back(self, key: Key, held: Held) -> None:
         """Return a claimed handle that was sent nowhere; a newer one stays."""
@@ -120,16 +120,18 @@ class MemoryStore:
         return Claim(held, entry.decode)
 
     def put(self, key: Key, decode: str, held: Held | None) -> Held | None:
-        """Remember where a finished turn's KV lies."""
+        """Remember where a finished turn's KV lies; a turn without a handle replaces none."""
         now = self._clock()
         self._sweep(now)
         before = self._entries.pop(key, None)
-        self._entries[key] = _Entry(decode, held, now)
+        kept = before.held if before is not None else None
+        # A turn that left no handle says nothing against that of another one which ended meanwhile.
+        self._entries[key] = _Entry(decode, kept if held is None else held, now)
         while len(self._entries) > self._max_entries:
             _, oldest = self._entries.popitem(last=False)
             if oldest.held is not None:
                 self._drop(oldest.held, "evicted")
-        return before.held if before is not None else None
+        return None if held is None else kept
 
     def give_back(self, key: Key, held: Held) -> None:
         """Put a claimed handle back that was sent nowhere, unless a newer one came meanwhile."""

@@ -47,9 +47,10 @@ class Turn:
         self.held = None
 
     def finish(self, decode: str, held: Held | None) -> Held | None:
-        """Remember the turn's end; returns a handle that the new one replaces and that nobody will use."""
+        """Remember the turn's end; returns a handle that the new one replaces and that nobody will use.
+
+        Without a new handle, what was claimed and sent nowhere is still good, and goes back at the end of the context.
+        """
         if self._store is None or self.key is None:
             return None
-        if held is None and self.held is not None:
-            held, self.held = self.held, None  # nothing new was made: what was claimed is still good
         return self._store.put(self.key, decode, held)
