@@ -217,6 +217,10 @@ async def test_scale_out_routes_are_closed_and_unknown_ones_unknown(client, flee
     assert (await post(client, fleet["p"], "/inference/v1/generate", {}))[0] == 403
     assert (await post(client, fleet["p"], "/v1/chat/completions/render", {}))[0] == 403
     assert (await get(client, fleet["p"], "/kvroute/capabilities"))[0] == 404
+    status, _, raw = await post(client, fleet["p"], "/v1/rerank", {})
+    assert (status, json.loads(raw)) == (404, {"detail": "Not Found"})
+    status, raw = await get(client, fleet["p"], "/v1/completions")
+    assert (status, json.loads(raw)) == (405, {"detail": "Method Not Allowed"})
 
 
 async def chat(client, engine, text="tell me about the sea", **members):

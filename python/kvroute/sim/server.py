@@ -101,7 +101,11 @@ class Surface:
             given = request.headers.get("Authorization", "")
             if not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
                 return json_response({"error": "Unauthorized"}, 401)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+            # No route for it; FastAPI's words.
+            return json_response({"detail": error.reason}, error.status)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
