@@ -87,6 +87,8 @@ def test_a_count_of_zero_discards_a_handle(lab, pair):
     assert "p2p" not in second.cached
     assert decode.pinned_blocks == 0
     assert prefill.violations == []
+    lab.run(prefill, [*done.tokens, *PROMPT, *PROMPT], params=back(done.held), max_tokens=1)
+    assert [violation.kind for violation in prefill.violations] == ["spent_twice"]
 
 
 def test_without_the_plugin_wrong_tokens_are_read_silently_and_poison_the_cache(lab):
@@ -133,6 +135,7 @@ def test_a_handle_sent_twice_answers_with_other_text(lab):
     again = lab.run(pair[0], longer, params=back(done.held))
     assert again.error is None
     assert reply(again) != reply(lab.run(lab.core("c", "both"), longer))
+    assert [violation.kind for violation in pair[0].violations] == ["spent_twice"]
 
 
 def test_a_hand_off_read_after_its_lease_answers_with_other_text(lab):
@@ -280,6 +283,7 @@ def test_another_prompt_than_prefill_computed_is_computed_by_decode(lab, pair):
     assert "p2p" not in done.cached
     assert reply(done) == reply(lab.run(lab.core("c", "both"), other))
     assert prefill.pinned_blocks == 0
+    assert [violation.kind for violation in decode.violations] == ["other_prompt"]
 
 
 @pytest.mark.parametrize("keys", [{"salt": "tenant"}, {"lora": "adapter"}])

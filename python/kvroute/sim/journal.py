@@ -14,7 +14,8 @@ class Violation:
     """A request that broke the contract.
 
     Attributes:
-        kind: ``engine_died``, ``hangs``, ``never_freed``, ``spent_twice`` or ``read_failed``.
+        kind: ``engine_died``, ``hangs``, ``never_freed``, ``read_failed``; ``spent_twice`` for a read of blocks that
+            were given back before; ``other_prompt`` for a hand-off that was made of another prompt.
         request_id: The request.
         detail: What was wrong, in the engine's words.
     """

@@ -293,6 +293,8 @@ class EngineCore:
         except TransferError as error:
             self._load_failed(sequence, error)
             return
+        if isinstance(coming, Read) and coming.twice:
+            self.violations.append(Violation("spent_twice", sequence.request_id, f"read before: {coming.request_id}"))
         self._filling.adopt(sequence, sequence.expected)
         self._run(sequence)
 
@@ -403,6 +405,8 @@ class EngineCore:
             if held and self.connector.agent.holds[sequence.request_id].deadline == math.inf:
                 detail = "parameters without do_remote_prefill or do_remote_decode on a bidirectional engine"
                 self.violations.append(Violation("never_freed", sequence.request_id, detail))
+            if sequence.seal_holds is False:
+                self.violations.append(Violation("other_prompt", sequence.request_id, "prefill computed another one"))
         if not held:
             self.pool.release(sequence.blocks)
         sequence.blocks = []

@@ -24,6 +24,10 @@ EXPIRY_SLACK_SECONDS = 5.0
 """A read of a decode engine's blocks this close to their deadline is declined."""
 
 
+REMEMBERED = 10_000
+"""Holds of which an agent knows that they were given back, the last ones: enough for all that a gateway still has."""
+
+
 class TransferError(Exception):
     """A read that cannot be done: the peer is gone, is another one, or its blocks have expired."""
 
@@ -90,6 +94,7 @@ class Agent:
         # NIXL extends by two thirds of the lease with each heartbeat.
         self._extension = lease * 2 / 3
         self._wake = wake
+        self._given_back: dict[str, None] = {}
 
     @property
     def pinned_blocks(self) -> int:
@@ -129,8 +134,15 @@ class Agent:
         if hold is None:
             self.late_notifications += 1
             return
+        self._given_back[request_id] = None
+        if len(self._given_back) > REMEMBERED:
+            del self._given_back[next(iter(self._given_back))]
         self.pool.release(hold.blocks)
         self._wake()
+
+    def gave_back(self, request_id: str) -> bool:
+        """Whether a reader had these blocks, or wanted none of them, before: what lies there now is anybody's."""
+        return request_id in self._given_back
 
     def expire(self, *, force: bool = False) -> int:
         """Give back what is past its deadline; with ``force`` everything. Returns the number of holds."""
@@ -196,6 +208,7 @@ class Read:
         remote: Ids of the holder's blocks, one per local block.
         started: Simulated time at which it was asked for.
         ready: Simulated time at which it ends.
+        twice: Whether the blocks had been given back when it ended; vLLM does not notice.
     """
 
     source: Agent
@@ -204,6 +217,7 @@ class Read:
     remote: list[int]
     started: float
     ready: float
+    twice: bool = False
 
     def finish(self) -> None:
         """Copy the blocks and tell the holder.
@@ -218,4 +232,5 @@ class Read:
             raise TransferError("the transfer failed")
         for local, remote in zip(self.local, self.remote, strict=True):
             local.fill_from(self.source.pool.blocks[remote])
+        self.twice = self.source.gave_back(self.request_id)
         self.source.done(self.request_id)
