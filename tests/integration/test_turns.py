@@ -10,7 +10,7 @@ import pytest
 from kvroute.sim import SimFleet
 from tests.support import simulated
 from tests.support.gateway import running, until
-from tests.support.simulated import COLD, MODEL, broken, cold_text, posts, pulled
+from tests.support.simulated import COLD, MODEL, broken, cold_text, legs, posts, pulled
 
 FIRST = "a little water of the old block, " * 8
 
@@ -81,7 +81,7 @@ async def test_the_second_turn_reads_the_first_turns_kv_back(fleet, prefill, dec
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="ok") == 3
     assert broken(prefill, decode) == []
     assert pulled(prefill) > 2 * 100
-    second = posts(prefill)[1].params
+    second = legs(prefill)[1]
     assert second["remote_engine_id"] == "d-1"
     assert second["do_remote_decode"] is True
     assert second["do_remote_prefill"] is False
@@ -189,7 +189,7 @@ async def test_a_prefill_engine_that_does_not_verify_discards_the_handle(fleet, 
         await talk.say("six")
 
         assert gateway.metric("kvroute_kv_reuse_total", outcome="refused", reason="prefill_does_not_verify") == 1
-        assert posts(prefill)[1].params["remote_num_tokens"] == 0
+        assert legs(prefill)[1]["remote_num_tokens"] == 0
         assert pulled(prefill) == decode.pinned_blocks() == 0
     assert broken(prefill, decode) == []
 
@@ -198,7 +198,7 @@ async def test_one_shot_requests_leave_nothing_held(fleet, prefill, decode, clie
     async with running(prefill=[prefill.url], decode=[decode.url]) as gateway:
         await Talk(fleet, client, gateway).say(FIRST)
 
-        assert posts(decode)[0].params["kvroute_hold"] is False
+        assert legs(decode)[0]["kvroute_hold"] is False
         assert decode.pinned_blocks() == 0
         assert gateway.metric("kvroute_kv_handles_total", fate="no_conversation") == 0
 
@@ -248,8 +248,8 @@ async def test_client_parameters_are_policy_at_most(fleet, prefill, decode, clie
     for call in posts(prefill, decode):
         assert b"10.6.6.6" not in call.raw
         assert "ec_transfer_params" not in call.body
-    assert posts(prefill)[0].params["max_load_tokens"] == 0
-    assert "max_load_tokens" not in posts(decode)[0].params
+    assert legs(prefill)[0]["max_load_tokens"] == 0
+    assert "max_load_tokens" not in legs(decode)[0]
 
 
 QUESTION = {"model": MODEL, "messages": [{"role": "user", "content": FIRST}], "max_tokens": 12}
@@ -266,10 +266,10 @@ async def test_a_hand_off_that_no_decode_engine_takes_is_released_through_anothe
         await until(lambda: gateway.metric("kvroute_pd_releases_total", outcome="sent") == 1)
 
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="abandoned") == 1
-        (ran,) = [name for name in ("p1", "p2") for call in posts(fleet[name]) if call.params["do_remote_decode"]]
+        (ran,) = [name for name in ("p1", "p2") for params in legs(fleet[name]) if params["do_remote_decode"]]
         (through,) = {"p1", "p2"} - {ran}
-        (release,) = posts(fleet[through])
-        assert release.params["remote_engine_id"] == f"{ran}-1"
+        (release,) = legs(fleet[through])
+        assert release["remote_engine_id"] == f"{ran}-1"
         assert fleet[ran].pinned_blocks() == 0
 
 

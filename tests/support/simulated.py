@@ -46,6 +46,11 @@ def posts(*engines: Engine) -> list[Call]:
     return calls
 
 
+def legs(*engines: Engine) -> list[dict[str, Any]]:
+    """``kv_transfer_params`` of all requests that carry some."""
+    return [call.params for call in posts(*engines) if call.params is not None]
+
+
 def broken(*engines: Engine) -> list[str]:
     """What a gateway did to these engines that the contract forbids, in words; best empty.
 
@@ -54,12 +59,11 @@ def broken(*engines: Engine) -> list[str]:
     """
     found = [f"{engine.spec.name}: {violation}" for engine in engines for violation in engine.violations]
     for role in ("prefill", "decode"):
-        calls = posts(*(engine for engine in engines if engine.spec.role == role))
-        legs = [call.params for call in calls if call.params is not None]
-        named = Counter(params["remote_request_id"] for params in legs if params.get("remote_block_ids"))
+        those = [engine for engine in engines if engine.spec.role == role]
+        named = Counter(params["remote_request_id"] for params in legs(*those) if params.get("remote_block_ids"))
         found += [f"{role}: {name} sent {count} times" for name, count in named.items() if count > 1]
         if role == "prefill":
-            found += ["a prefill leg that streams" for call in calls if call.body.get("stream") is not False]
+            found += ["a prefill leg that streams" for call in posts(*those) if call.body.get("stream") is not False]
     return found
 
 
