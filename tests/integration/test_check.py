@@ -6,16 +6,22 @@ import dataclasses
 import pytest
 from click.testing import CliRunner
 
+from kvroute import __version__
 from kvroute.cli import main
 from kvroute.cli.findings import findings, summary
-from tests.support.engines import FakeEngine
+from kvroute.sim import EngineSpec, SimFleet
 from tests.support.gateway import running
 
+PREFILL, DECODE = EngineSpec("p", "prefill"), EngineSpec("d", "decode")
 
-async def found(**options):
-    async with running(**options) as gateway:
-        settings = gateway.gateway.settings
-        return findings(settings, gateway.gateway.fleet), list(summary(gateway.gateway.fleet))
+
+async def found(*specs, **settings):
+    """What is found about a pair, the overview, and the engines' URLs."""
+    async with SimFleet(specs, time_scale=0) as fleet:
+        urls = [engine.url for engine in fleet]
+        async with running(prefill=urls[:1], decode=urls[1:], **settings) as gateway:
+            view = gateway.gateway
+            return findings(view.settings, view.fleet), list(summary(view.fleet)), urls
 
 
 def lines(items, level):
@@ -23,54 +29,51 @@ def lines(items, level):
 
 
 async def test_a_pair_with_the_plugin_is_found_fit():
-    async with FakeEngine("prefill", name="p") as prefill, FakeEngine("decode", name="d") as decode:
-        items, overview = await found(prefill=[prefill.url], decode=[decode.url])
+    items, overview, urls = await found(PREFILL, DECODE)
 
     assert lines(items, "error") == lines(items, "warning") == []
-    assert [item.subject for item in items if item.level == "ok"] == [prefill.url, decode.url]
-    assert "in, vLLM 0.32.0, model m, block size 4, kvroute plugin 0.1.0" in overview[0]
+    assert [item.subject for item in items if item.level == "ok"] == urls
+    assert f"in, vLLM 0.32.0, model sim, block size 16, kvroute plugin {__version__}" in overview[0]
 
 
 async def test_an_engine_without_the_plugin_is_one_warning_that_says_what_to_do():
-    async with FakeEngine("prefill", name="p", plugin=False) as prefill, FakeEngine("decode", name="d") as decode:
-        items, _ = await found(prefill=[prefill.url], decode=[decode.url])
+    items, _, urls = await found(EngineSpec("p", "prefill", plugin=False), DECODE)
 
     (warning,) = lines(items, "warning")
-    assert warning.startswith(prefill.url)
+    assert warning.startswith(urls[0])
     assert "VLLM_PLUGINS=kvroute" in warning
     assert lines(items, "error") == []
 
 
 async def test_bidirectional_transfer_that_is_off_makes_reuse_a_no_op():
-    async with (
-        FakeEngine("prefill", name="p", bidirectional=False) as prefill,
-        FakeEngine("decode", name="d") as decode,
-    ):
-        items, _ = await found(prefill=[prefill.url], decode=[decode.url])
+    items, _, _ = await found(EngineSpec("p", "prefill", bidirectional=False), DECODE)
 
     assert any("bidirectional_kv_xfer is off" in line for line in lines(items, "warning"))
 
 
 async def test_a_time_to_live_beyond_the_engines_own_is_named():
-    async with FakeEngine("prefill", name="p") as prefill, FakeEngine("decode", name="d") as decode:
-        items, _ = await found(prefill=[prefill.url], decode=[decode.url], conversations__ttl_seconds=500)
+    items, _, _ = await found(PREFILL, DECODE, conversations__ttl_seconds=500)
 
     assert any("cut from 500 to 450 s" in line for line in lines(items, "warning"))
 
 
-async def test_differing_block_sizes_and_digest_schemes_are_named():
+async def test_differing_block_sizes_are_named():
+    items, _, _ = await found(PREFILL, EngineSpec("d", "decode", block_size=32))
+
+    assert any("block sizes 16 and 32 differ" in line for line in lines(items, "warning"))
+
+
+async def test_differing_digest_schemes_are_named():
     async with (
-        FakeEngine("prefill", name="p") as prefill,
-        FakeEngine("decode", name="d") as decode,
-        running(prefill=[prefill.url], decode=[decode.url]) as gateway,
+        SimFleet([PREFILL, DECODE], time_scale=0) as fleet,
+        running(prefill=[fleet["p"].url], decode=[fleet["d"].url]) as gateway,
     ):
-        state = gateway.endpoint(decode.url)
-        state.capabilities = dataclasses.replace(state.capabilities, block_size=99, scheme="other")
+        # All engines of one process run this release of the plugin.
+        state = gateway.endpoint(fleet["d"].url)
+        state.capabilities = dataclasses.replace(state.capabilities, scheme="other")
         items = findings(gateway.gateway.settings, gateway.gateway.fleet)
 
-    text = "\n".join(lines(items, "warning"))
-    assert "block sizes 4 and 99 differ" in text
-    assert "digests" in text
+    assert any("plugin versions differ in their digests" in line for line in lines(items, "warning"))
 
 
 def run(*arguments):
@@ -85,11 +88,11 @@ def test_an_engine_that_is_down_is_an_error_and_exit_code_1():
 
 
 async def test_a_fleet_that_works_is_exit_code_0():
-    async with FakeEngine() as engine:
-        result = await asyncio.to_thread(run, "check", "--endpoint", engine.url)
+    async with SimFleet([EngineSpec("e")], time_scale=0) as fleet:
+        result = await asyncio.to_thread(run, "check", "--endpoint", fleet["e"].url)
 
     assert result.exit_code == 0, result.output
-    assert f"both {engine.url}: in, vLLM 0.32.0" in result.output
+    assert f"both {fleet['e'].url}: in, vLLM 0.32.0" in result.output
 
 
 @pytest.mark.parametrize(
