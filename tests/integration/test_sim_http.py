@@ -9,8 +9,10 @@ import aiohttp
 import msgpack
 import pytest
 import zmq.asyncio
+from aiohttp.test_utils import make_mocked_request
 
 from kvroute.sim import EngineSpec, SimError, SimFleet
+from kvroute.sim.faults import Exposure, Faults
 from tests.support.gateway import until
 
 CAPTURES = Path(__file__).parents[1] / "fixtures" / "captures"
@@ -343,6 +345,17 @@ async def test_a_stall_ends_when_faults_are_cleared(client, fleet):
     async with client.delete(fleet["d"].url + "/sim/faults") as answer:
         assert answer.status == 200
     assert (await running)[0] == 200
+
+
+@pytest.mark.parametrize("after", [None, 1])
+async def test_a_stall_that_is_cleared_before_the_request_gets_there_is_none(after):
+    faults = Faults()
+    faults.add("stall", after=after)
+    exposure = Exposure(faults.cleared, faults.take("/"), make_mocked_request("POST", "/"))
+    faults.clear()
+    await asyncio.wait_for(exposure.before(), 10)
+    assert await asyncio.wait_for(exposure.before_event(1), 10) == 1
+    assert await asyncio.wait_for(exposure.before_event(1), 10) == 1
 
 
 async def test_a_restart_has_the_same_address_another_id_and_an_empty_cache(client, fleet):

@@ -63,12 +63,18 @@ class Fault:
 
 
 class Faults:
-    """The faults of one engine, in the order they were asked for."""
+    """The faults of one engine, in the order they were asked for.
+
+    Attributes:
+        active: Those that next requests meet.
+        unhealthy: Whether ``/health`` says so.
+        cleared: Set when the faults that are active now are cleared, for requests that have met one of them.
+    """
 
     def __init__(self) -> None:
         self.active: list[Fault] = []
         self.unhealthy = False
-        self._released = asyncio.Event()
+        self.cleared = asyncio.Event()
 
     def add(self, kind: Kind, **members: Any) -> Fault:
         """Ask for a fault; members as in `Fault`."""
@@ -80,8 +86,8 @@ class Faults:
         """End all faults; what is stalled goes on."""
         self.active.clear()
         self.unhealthy = False
-        self._released.set()
-        self._released = asyncio.Event()
+        self.cleared.set()
+        self.cleared = asyncio.Event()
 
     def take(self, path: str) -> Fault | None:
         """The fault that a request on ``path`` meets, if any; counts it."""
@@ -94,20 +100,19 @@ class Faults:
                 return fault
         return None
 
-    async def stall(self) -> None:
-        """Wait until the faults are cleared."""
-        await self._released.wait()
-
 
 @dataclasses.dataclass(slots=True)
 class Exposure:
     """One request and the fault it met.
 
     Attributes:
-        cut: Cuts the connection with a reset.
+        cleared: Set when that fault is cleared, which may be before the request is where the fault acts.
+        fault: None before and after one.
+        request: The request.
+        sent: Events that were let through.
     """
 
-    faults: Faults
+    cleared: asyncio.Event
     fault: Fault | None
     request: web.Request
     sent: int = 0
@@ -152,7 +157,7 @@ class Exposure:
         fault, self.fault = self.fault, None
         assert fault is not None
         if fault.kind == "stall":
-            await self.faults.stall()
+            await self.cleared.wait()
         elif fault.kind == "stream_error":
             raise failed(fault.message)
         elif fault.kind in ("reset", "close"):

@@ -111,7 +111,8 @@ class Surface:
 
     def _serving(self, make: Callable[[Members], Api]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def serve(request: web.Request) -> web.StreamResponse:
-            exposure = Exposure(self._engine.faults, self._engine.faults.take(request.path), request)
+            faults = self._engine.faults
+            exposure = Exposure(faults.cleared, faults.take(request.path), request)
             try:
                 await exposure.before()
                 return await self._generate(request, make, exposure)
