@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvroute.sim import SimFleet
 from tests.field.fleet import ANSWER, BASE, CHAT, both_modes, delta, event, fleet
-from tests.support.engines import FakeEngine
+from tests.support import simulated
 from tests.support.gateway import running, until
 from tests.support.scripted import DONE, STALL, RawClient, chunk, stream_head
+from tests.support.simulated import MODEL, broken, posts
 
 if TYPE_CHECKING:
     from tests.support.scripted import Script
@@ -24,6 +26,9 @@ DECODED = (
     b'{"do_remote_prefill":false,"do_remote_decode":true,"remote_engine_id":"d","remote_block_ids":[[1]],'
     b'"remote_host":"10.0.0.9","remote_port":5601,"remote_request_id":"y","remote_num_tokens":16}'
 )
+TURN = json.dumps(
+    {"model": MODEL, "conversation_id": "c", "messages": [{"role": "user", "content": "one"}], "max_tokens": 8}
+).encode()
 MANY_DIGITS = "9" * 5000  # more than Python reads as a number
 
 
@@ -116,15 +121,13 @@ async def test_a_body_of_millions_of_members_is_refused_before_it_is_mapped():
 
 
 async def test_a_handle_stays_with_the_conversation_when_the_client_leaves_before_prefill_is_reached(monkeypatch):
-    turn = json.dumps({"model": "m", "conversation_id": "c", "messages": [{"role": "user", "content": "one"}]}).encode()
     async with (
-        FakeEngine("prefill", name="p") as prefill,
-        FakeEngine("decode", name="d") as decode,
-        running(prefill=[prefill.url], decode=[decode.url], health__interval_seconds=60) as gateway,
+        SimFleet([simulated.prefill(), simulated.decode()], time_scale=0) as engines,
+        running(prefill=[engines["p"].url], decode=[engines["d"].url], health__interval_seconds=60) as gateway,
     ):
         port = int(gateway.url.rpartition(":")[2])
         async with RawClient(port) as client:
-            assert (await client.request(target=CHAT, body=turn)).status == 200
+            assert (await client.request(target=CHAT, body=TURN)).status == 200
         store = gateway.gateway.store
         assert store.handles == 1
 
@@ -139,7 +142,7 @@ async def test_a_handle_stays_with_the_conversation_when_the_client_leaves_befor
             patch.setattr(pool, "_kept", lambda *_args: None)
             patch.setattr(pool, "_connect", never)
             async with RawClient(port) as client:
-                await client.send(target=CHAT, body=turn)
+                await client.send(target=CHAT, body=TURN)
                 await connecting.wait()
                 assert store.handles == 0
         await until(lambda: gateway.gateway.running == 0)
@@ -147,9 +150,9 @@ async def test_a_handle_stays_with_the_conversation_when_the_client_leaves_befor
         assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 0
 
         async with RawClient(port) as client:
-            assert (await client.request(target=CHAT, body=turn)).status == 200
+            assert (await client.request(target=CHAT, body=TURN)).status == 200
         assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 1
-    assert prefill.faults == decode.faults == []
+    assert broken(*engines) == []
 
 
 async def test_a_handle_is_kept_when_the_client_leaves_at_the_end_mark_of_its_stream():
@@ -172,25 +175,17 @@ async def test_a_handle_is_kept_when_the_client_leaves_at_the_end_mark_of_its_st
 
 
 async def test_a_handle_that_was_sent_is_counted_when_the_client_leaves_before_the_answer():
-    turn = json.dumps({"model": "m", "conversation_id": "c", "messages": [{"role": "user", "content": "one"}]}).encode()
     async with (
-        FakeEngine("prefill", name="p") as prefill,
-        FakeEngine("decode", name="d") as decode,
-        running(prefill=[prefill.url], decode=[decode.url], health__interval_seconds=60) as gateway,
+        SimFleet([simulated.prefill(), simulated.decode()], time_scale=0) as engines,
+        running(prefill=[engines["p"].url], decode=[engines["d"].url], health__interval_seconds=60) as gateway,
     ):
         port = int(gateway.url.rpartition(":")[2])
         async with RawClient(port) as client:
-            assert (await client.request(target=CHAT, body=turn)).status == 200
-        reached = asyncio.Event()
-
-        async def silent(_call, _request):
-            reached.set()
-            await asyncio.Event().wait()
-
-        prefill.override = silent
+            assert (await client.request(target=CHAT, body=TURN)).status == 200
+        engines["p"].faults.add("stall", path=CHAT)
         async with RawClient(port) as client:
-            await client.send(target=CHAT, body=turn)
-            await reached.wait()
+            await client.send(target=CHAT, body=TURN)
+            await until(lambda: len(posts(engines["p"])) == 2)
         await until(lambda: gateway.gateway.running == 0)
         assert gateway.gateway.store.handles == 0
         assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 1
@@ -231,7 +226,6 @@ async def test_a_connection_that_was_not_refused_takes_no_engine_out(monkeypatch
 
 
 async def test_without_keys_of_its_own_the_gateway_keeps_apart_whatever_engines_tell_apart():
-    body = json.dumps({"model": "m", "conversation_id": "c", "messages": [{"role": "user", "content": "one"}]}).encode()
     credentials = [
         [],
         [("Authorization", "Bearer a")],
@@ -243,12 +237,11 @@ async def test_without_keys_of_its_own_the_gateway_keeps_apart_whatever_engines_
         [("Authorization", "Basic YTpi"), ("x-api-key", "a")],
     ]
     async with (
-        FakeEngine("prefill", name="p") as prefill,
-        FakeEngine("decode", name="d") as decode,
-        running(prefill=[prefill.url], decode=[decode.url]) as gateway,
+        SimFleet([simulated.prefill(), simulated.decode()], time_scale=0) as engines,
+        running(prefill=[engines["p"].url], decode=[engines["d"].url]) as gateway,
     ):
         async with RawClient(int(gateway.url.rpartition(":")[2])) as client:
             for headers in credentials:
-                assert (await client.request(target=CHAT, body=body, headers=headers)).status == 200
+                assert (await client.request(target=CHAT, body=TURN, headers=headers)).status == 200
         assert gateway.metric("kvroute_conversations") == len(credentials)
         assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 0
