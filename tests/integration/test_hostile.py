@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvroute.sim import SimFleet
-from tests.field.fleet import ANSWER, BASE, CHAT, both_modes, delta, event, fleet
+from tests.field.fleet import ANSWER, BASE, CHAT, Engine, both_modes, delta, event, fleet
+from tests.field.process import serving
 from tests.support import simulated
 from tests.support.gateway import running, until
 from tests.support.scripted import DONE, STALL, RawClient, chunk, stream_head
@@ -245,3 +246,28 @@ async def test_without_keys_of_its_own_the_gateway_keeps_apart_whatever_engines_
                 assert (await client.request(target=CHAT, body=TURN, headers=headers)).status == 200
         assert gateway.metric("kvroute_conversations") == len(credentials)
         assert gateway.metric("kvroute_kv_handles_total", fate="sent") == 0
+
+
+@both_modes
+@pytest.mark.parametrize("leave", ["reset", "fin"])
+async def test_a_client_that_leaves_behind_requests_sent_ahead_closes_the_engines_connection(mode, leave):
+    async with fleet(mode, [STALL], prefill=[STALL]) as served, served.client() as client:
+        for _ in range(50):  # more than are read ahead
+            await client.send(target=CHAT, body=BASE)
+        call = await served.legs[0].call()
+        (client.reset if leave == "reset" else client.fin)()
+        await asyncio.wait_for(call.closed.wait(), 10)
+        await until(lambda: served.gateway.gateway.running == 0)
+
+
+async def test_it_does_so_on_the_loop_that_serve_uses_too():
+    async with (
+        Engine([STALL]) as engine,
+        serving("--endpoint", engine.url) as process,
+        RawClient(process.port) as client,
+    ):
+        for _ in range(50):
+            await client.send(target=CHAT, body=BASE)
+        call = await engine.call()
+        client.reset()
+        await asyncio.wait_for(call.closed.wait(), 10)

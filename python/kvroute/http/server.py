@@ -13,6 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvroute.aio import timeout
 from kvroute.http.admin import Admin
+from kvroute.http.departures import departures
 from kvroute.http.gateway import Gateway
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ async def serving(gateway: Gateway) -> AsyncIterator[str]:
     )
     await runner.setup()
     try:
-        async with gateway.monitor:
+        assert runner.server is not None
+        async with gateway.monitor, departures(runner.server):
             site = web.TCPSite(runner, server.host, server.port, backlog=_BACKLOG)
             await site.start()
             yield _url(runner)
