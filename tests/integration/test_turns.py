@@ -271,6 +271,7 @@ async def test_a_hand_off_that_no_decode_engine_takes_is_released_through_anothe
         (release,) = legs(fleet[through])
         assert release["remote_engine_id"] == f"{ran}-1"
         assert fleet[ran].pinned_blocks() == 0
+        assert broken(*fleet) == []
 
 
 async def test_without_another_engine_an_abandoned_hand_off_waits_out_its_lease(fleet, prefill, decode, client):

@@ -62,8 +62,9 @@ def broken(*engines: Engine) -> list[str]:
         those = [engine for engine in engines if engine.spec.role == role]
         named = Counter(params["remote_request_id"] for params in legs(*those) if params.get("remote_block_ids"))
         found += [f"{role}: {name} sent {count} times" for name, count in named.items() if count > 1]
-        if role == "prefill":
-            found += ["a prefill leg that streams" for call in posts(*those) if call.body.get("stream") is not False]
+    for call in posts(*engines):
+        if (call.params or {}).get("do_remote_decode") and call.body.get("stream") is not False:
+            found.append("a prefill leg that streams")
     return found
 
 
