@@ -14,6 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvroute.aio import timeout
 from kvroute.http.admin import Admin
 from kvroute.http.departures import departures
+from kvroute.http.dispatch import Dispatcher
 from kvroute.http.gateway import Gateway
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def application(gateway: Gateway) -> web.Application:
     app = web.Application(client_max_size=0)
     app.on_response_prepare.append(_name_server)
     app.add_routes(Admin(gateway).routes())
-    app.router.add_route("*", "/{path:.*}", gateway.handle)
+    app.router.add_route("*", "/{path:.*}", Dispatcher(gateway).handle)
     return app
 
 
