@@ -53,7 +53,7 @@ engine-env: $(STAMP) ## build or reuse the environment of the real engines (6.4 
 	$(BIN)/python -m tests.engine.environment
 
 engine-test: dev ## tests on a real vLLM prefill/decode pair
-	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) -s
+	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) -m engine -s
 
 run: dev ## the gateway on simulated engines: a report of what it does, then it stays up for curl
 	$(BIN)/kvroute demo
