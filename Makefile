@@ -8,7 +8,7 @@ ENGINE_PYTEST ?= tests/engine tests/conformance -m engine
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml | grep -v target)
 
-.PHONY: help dev test lint format bench wheel engine-env engine-test run run-engines clean
+.PHONY: help dev test lint format soak bench wheel engine-env engine-test run run-engines clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -30,6 +30,9 @@ dev: $(VENV)/.built ## virtual environment with kvroute built into it
 test: dev ## all tests but those on real engines
 	cargo test --release --quiet --workspace --exclude kvroute-python
 	$(BIN)/python -m pytest tests
+
+soak: dev ## ten minutes of conversations on simulated engines that fail at random
+	KVROUTE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/soak -s
 
 lint: dev ## ruff, mypy, clippy, rustfmt
 	$(BIN)/ruff check
