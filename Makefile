@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The engine environment is 6.4 GB and outlives checkouts; tests/engine/environment.py says where it lies.
-ENGINE_PYTEST ?= tests/engine tests/conformance -m engine
+ENGINE_PYTEST ?= tests/engine tests/conformance
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml | grep -v target)
 

@@ -6,7 +6,10 @@ import asyncio
 import logging
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from kvroute.aio import timeout
 
 if TYPE_CHECKING:
     from kvroute.sim.clock import Clock
@@ -61,10 +64,9 @@ class Driver:
             await self._wake.wait()
             return
         wait = max((until - self._clock.now()) * self._clock.scale, TIMER_SECONDS)
-        try:
-            await asyncio.wait_for(self._wake.wait(), wait)
-        except asyncio.TimeoutError:
-            return
+        with suppress(asyncio.TimeoutError):
+            async with timeout(wait):
+                await self._wake.wait()
 
     def _keep(self, due: float) -> float:
         """Compare with the wall clock; returns when the next step starts."""
