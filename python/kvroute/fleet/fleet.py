@@ -8,7 +8,7 @@ from kvroute.fleet.endpoint import Endpoint
 from kvroute.upstream import Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from kvroute.config import Role, Settings
 
@@ -51,7 +51,7 @@ class Fleet:
         """Whether any engine, up or down, serves the model, or may serve it because its models are not known yet."""
         return any(endpoint.serves(model) for endpoint in self.endpoints)
 
-    def ranked(self, role: Role, model: str | None, *, avoid: Sequence[Endpoint] = ()) -> list[Endpoint]:
+    def ranked(self, role: Role, model: str | None) -> list[Endpoint]:
         """Healthy engines of a role that serve the model, the best first.
 
         The first is the policy's choice; the rest are where a failed connection goes next. Ties are spread by rotation,
@@ -60,7 +60,7 @@ class Fleet:
         candidates = [
             endpoint
             for endpoint in self.endpoints
-            if endpoint.role == role and endpoint.healthy and endpoint.serves(model) and endpoint not in avoid
+            if endpoint.role == role and endpoint.healthy and endpoint.serves(model)
         ]
         if len(candidates) < 2:
             return candidates

@@ -12,8 +12,6 @@ from kvroute.fleet.probe import Probe
 from kvroute.upstream import Timeouts, UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from typing_extensions import Self
 
     from kvroute.config import Health
@@ -37,9 +35,7 @@ class Monitor:
     start, which takes many seconds.
     """
 
-    def __init__(
-        self, fleet: Fleet, pool: Pool, settings: Health, *, on_change: Callable[[Endpoint], None] | None = None
-    ) -> None:
+    def __init__(self, fleet: Fleet, pool: Pool, settings: Health) -> None:
         self._fleet = fleet
         self._settings = settings
         self._pool = pool
@@ -49,7 +45,6 @@ class Monitor:
                 connect=settings.timeout_seconds, first_byte=settings.timeout_seconds, idle=settings.timeout_seconds
             ),
         )
-        self._on_change = on_change
         self._wake = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
         self._first = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
         self._tasks: list[asyncio.Task[None]] = []
@@ -124,8 +119,6 @@ class Monitor:
                 endpoint.capabilities.version,
                 endpoint.capabilities.plugin,
             )
-            if self._on_change is not None:
-                self._on_change(endpoint)
 
     def _learn(self, endpoint: Endpoint, found: Capabilities) -> None:
         before = endpoint.capabilities
@@ -152,5 +145,3 @@ class Monitor:
         endpoint.epoch += 1
         self._pool.close_idle(endpoint.origin)
         _log.warning("%s %s is out: %s", endpoint.role, endpoint.url, reason)
-        if self._on_change is not None:
-            self._on_change(endpoint)

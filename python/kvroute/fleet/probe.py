@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kvroute.fleet.endpoint import Capabilities, Endpoint
-from kvroute.upstream import Pool, Timeouts, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kvroute.upstream import Pool, Timeouts
 
 CAPABILITIES_PATH = "/kvroute/capabilities"
 _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{[^}]*block_size="(\d+)"', re.MULTILINE)
@@ -29,7 +30,7 @@ def headers_for(endpoint: Endpoint) -> list[tuple[bytes, bytes]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """Asks engines; every call has its own deadline and raises :class:`UpstreamError` when it is not answered."""
+    """Asks engines; every call has its own deadline and raises ``UpstreamError`` when it is not answered."""
 
     pool: Pool
     timeouts: Timeouts
@@ -83,6 +84,3 @@ def _object(body: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return tree if isinstance(tree, dict) else None
-
-
-__all__ = ["CAPABILITIES_PATH", "Probe", "UpstreamError", "headers_for"]

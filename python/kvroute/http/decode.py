@@ -7,12 +7,11 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
-from kvroute._core import Edits
 from kvroute.http.errors import GatewayError
 from kvroute.http.release import release
 from kvroute.kv.conversations import Held
 from kvroute.kv.params import decode_params, read_handle
-from kvroute.kv.recipes import OWNED
+from kvroute.kv.recipes import CLIENT_BODY
 from kvroute.plan.reuse import possible
 from kvroute.upstream import UpstreamError
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
     from kvroute.upstream import Tap, Timeouts
-
-_CLIENT_BODY = Edits(drop=OWNED)
 
 
 class DecodeLeg:
@@ -154,12 +151,12 @@ class DecodeLeg:
         body, holder = self._incoming.body, self._prefilled.endpoint
         assert body is not None
         if self._handoff is None or holder is None:
-            return body.splice(_CLIENT_BODY, kv_transfer_params=None)
+            return body.splice(CLIENT_BODY, kv_transfer_params=None)
         able = endpoint.capabilities
         verify = self._gateway.settings.conversations.verify
         wanted = self._turn.key is not None and possible(able, list(self._plan.prefills), verify=verify)
         params = decode_params(self._handoff, prefill_host=holder.origin.host, hold=wanted if able.hold else None)
-        return body.splice(_CLIENT_BODY, kv_transfer_params=params)
+        return body.splice(CLIENT_BODY, kv_transfer_params=params)
 
     def _remember(self, endpoint: Endpoint, epoch: int, tap: Tap | None, ended: float) -> None:
         """Store the new handle of a turn that ended well; anything else leaves none.

@@ -17,16 +17,23 @@ if TYPE_CHECKING:
     from kvroute.fleet import Endpoint
     from kvroute.upstream import Relayed
 
-_STATUS_OF = {
-    "connect": 503,
-    "connect_timeout": 503,
-    "resolve": 503,
-    "no_resources": 503,
-    "first_byte_timeout": 504,
-    "idle_timeout": 504,
-    "reset": 502,
-    "protocol": 502,
-    "too_large": 502,
+# Status and words for the client, by what went wrong with the engine before its first byte.
+_ANSWERS = {
+    "connect": (503, "the engine refused the connection"),
+    "connect_timeout": (503, "the engine could not be reached in time"),
+    "resolve": (503, "the engine's name has no address now"),
+    "no_resources": (503, "the gateway can open no more connections now"),
+    "first_byte_timeout": (504, "the engine did not answer in time (setting timeouts.first_byte_seconds)"),
+    "idle_timeout": (504, "the engine stopped answering (setting timeouts.idle_seconds)"),
+    "reset": (502, "the engine closed the connection before it answered"),
+    "protocol": (502, "the engine's answer is not valid HTTP, or compressed though that was not asked for"),
+    "too_large": (
+        502,
+        (
+            "the engine's answer, or an event of it, is larger than the gateway reads "
+            "(settings server.max_reply_bytes and server.max_event_bytes)"
+        ),
+    ),
 }
 
 
@@ -79,20 +86,8 @@ class Gateway:
 
     def answer_for(self, error: UpstreamError) -> GatewayError:
         """The answer to the client after an engine failed before its first byte."""
-        status = _STATUS_OF[error.kind]
-        words = {
-            "connect": "the engine refused the connection",
-            "connect_timeout": "the engine could not be reached in time",
-            "resolve": "the engine's name has no address now",
-            "no_resources": "the gateway can open no more connections now",
-            "first_byte_timeout": "the engine did not answer in time (setting timeouts.first_byte_seconds)",
-            "idle_timeout": "the engine stopped answering (setting timeouts.idle_seconds)",
-            "reset": "the engine closed the connection before it answered",
-            "protocol": "the engine's answer is not valid HTTP, or compressed though that was not asked for",
-            "too_large": "the engine's answer, or an event of it, is larger than the gateway reads "
-            "(settings server.max_reply_bytes and server.max_event_bytes)",
-        }
-        return GatewayError(status, words[error.kind], retry_after=1 if status == 503 else None)
+        status, words = _ANSWERS[error.kind]
+        return GatewayError(status, words, retry_after=1 if status == 503 else None)
 
     def in_background(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a short task of the gateway's own until it ends."""

@@ -214,9 +214,7 @@ def scan_body(raw: bytes) -> tuple[Body, Policy]:
         extra = body.raw("vllm_xargs")
         if extra is not None and extra.startswith(b"{"):
             _refuse_smuggled(Body.scan(extra))
-    except BodyError as error:
-        raise GatewayError(400, str(error), param=error.member) from None
-    except ParamsError as error:
+    except (BodyError, ParamsError) as error:
         raise GatewayError(400, str(error), param=error.member) from None
     return body, policy
 

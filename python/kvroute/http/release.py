@@ -28,9 +28,8 @@ def release(gateway: Gateway, handoff: Handle, holder: Endpoint, *, avoid: Seque
     """Have ``holder``'s blocks freed, in the background, through an engine other than those to ``avoid``.
 
     An engine that refuses a request before it is scheduled tells the hand-off's holder to free its blocks (vLLM 41269).
-    So another
-    engine is sent a request it must refuse: one for a model that does not exist. Without another healthy engine the
-    lease ends it.
+    So another engine is sent a request it must refuse: one for a model that does not exist. Without another healthy
+    engine the lease ends it.
     """
     others = [
         engine for engine in gateway.fleet.endpoints if engine.healthy and engine is not holder and engine not in avoid

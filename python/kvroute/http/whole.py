@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvroute._core import Edits
 from kvroute.http.errors import GatewayError
 from kvroute.kv.params import aggregated_params
-from kvroute.kv.recipes import OWNED
+from kvroute.kv.recipes import CLIENT_BODY
 from kvroute.upstream import UpstreamError
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from kvroute.http.intake import Incoming
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
-
-_CLIENT_BODY = Edits(drop=OWNED)
 
 
 async def serve_whole(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn) -> web.StreamResponse:
@@ -74,4 +71,4 @@ def _body(incoming: Incoming, endpoint: Endpoint) -> bytes:
     if incoming.body is None:
         return incoming.raw
     params = aggregated_params(incoming.policy, bidirectional=endpoint.capabilities.bidirectional)
-    return incoming.body.splice(_CLIENT_BODY, kv_transfer_params=params)
+    return incoming.body.splice(CLIENT_BODY, kv_transfer_params=params)

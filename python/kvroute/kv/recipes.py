@@ -103,6 +103,8 @@ def _forces_a_tool(choice: bytes | None) -> bool:
 
 # Taken out of every leg: the gateway's own member, and members by which a client could name addresses.
 OWNED = ("conversation_id", "ec_transfer_params")
+# All that is edited where the client's own request goes to an engine, beside its transfer parameters.
+CLIENT_BODY = Edits(drop=OWNED)
 
 # Each API's own cap is set to one token; the other APIs' names for it are dropped, since nothing says that an engine
 # ignores them for ever.
