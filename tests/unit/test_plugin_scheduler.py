@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvroute.verify.digests import read_record
 from kvroute.vllm_plugin import scheduler
-from kvroute.vllm_plugin.digests import read_record
 from kvroute.vllm_plugin.scheduler import held_tokens, sequence_digests
 
 BLOCK = 4

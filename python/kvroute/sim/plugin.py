@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import kvroute
-from kvroute.vllm_plugin.digests import SCHEME, PrefixDigests, encode_keys, prefix_digests, write_record, write_seal
-from kvroute.vllm_plugin.reuse import EngineShape, Verdict, decide, is_handle
+from kvroute.verify.digests import SCHEME, PrefixDigests, encode_keys, prefix_digests, write_record, write_seal
+from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle
 
 if TYPE_CHECKING:
     from kvroute.sim.config import EngineSpec

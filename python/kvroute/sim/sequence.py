@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvroute.sim.blocks import Block
-    from kvroute.vllm_plugin.reuse import Verdict
+    from kvroute.verify.trim import Verdict
 
 State = Literal["waiting", "loading", "running", "finished"]
 Finish = Literal["stop", "length", "abort", "error"]

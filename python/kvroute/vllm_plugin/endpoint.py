@@ -8,8 +8,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import kvroute
+from kvroute.verify.digests import SCHEME
 from kvroute.vllm_plugin import INSTANCE
-from kvroute.vllm_plugin.digests import SCHEME
 from kvroute.vllm_plugin.streams import with_params_event
 from kvroute.vllm_plugin.wraps import STATUS, CannotWrapError, Target, resolve, wraps_for
 

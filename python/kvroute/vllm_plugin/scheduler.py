@@ -21,8 +21,8 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvroute.vllm_plugin.digests import PrefixDigests, encode_keys, prefix_digests, write_record, write_seal
-from kvroute.vllm_plugin.reuse import EngineShape, Verdict, decide, is_handle, refuse
+from kvroute.verify.digests import PrefixDigests, encode_keys, prefix_digests, write_record, write_seal
+from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

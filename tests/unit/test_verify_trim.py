@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.vllm_plugin.digests import prefix_digests, write_record
-from kvroute.vllm_plugin.reuse import HANDLE_MEMBERS, EngineShape, Verdict, decide, is_handle
+from kvroute.verify.digests import prefix_digests, write_record
+from kvroute.verify.trim import HANDLE_MEMBERS, EngineShape, Verdict, decide, is_handle
 
 BLOCK = 4
 ENGINE = EngineShape(block_size=BLOCK, groups=1, trimmable=True, readable=True, min_tokens=1, notifies=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.vllm_plugin.digests import (
+from kvroute.verify.digests import (
     BLOCK_DIGEST_BYTES,
     SCHEME,
     RecordError,
@@ -75,7 +75,7 @@ def test_keys_of_one_block_change_it_and_all_later_ones() -> None:
 
 def test_digests_do_not_depend_on_the_process() -> None:
     code = (
-        "from kvroute.vllm_plugin.digests import *;"
+        "from kvroute.verify.digests import *;"
         "d = prefix_digests(range(40), 16, {0: encode_keys((('lora', 'a', '/a'), ('cache_salt', 'x')))});"
         "print(d.blocks.hex(), d.tail.hex())"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvroute.vllm_plugin.digests import PrefixDigests, RecordError, read_record
+from kvroute.verify.digests import PrefixDigests, RecordError, read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
