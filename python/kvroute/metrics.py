@@ -58,6 +58,12 @@ class Metrics:
         self.whole = counter(
             "pd_whole", "Requests that a disaggregated fleet served whole on a decode engine.", "reason"
         )
+        self.paths = counter(
+            "pd_path",
+            "Turns of a disaggregated fleet: straight to the decode engine that holds the conversation, or by prefill, "
+            "which read KV back or computed all.",
+            "path",
+        )
         self.prefill_retries = counter("pd_prefill_retries", "Prefill legs that were run again.", "reason")
         self.handoffs = counter("pd_handoffs", "Hand-offs from prefill to decode.", "outcome")
         self.releases = counter("pd_releases", "Hand-offs nobody took whose release was asked of an engine.", "outcome")

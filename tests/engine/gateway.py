@@ -49,7 +49,8 @@ def serving(prefill: Sequence[Engine], decode: Sequence[Engine], log: Path, *set
         command += ["--prefill", engine.url]
     for engine in decode:
         command += ["--decode", engine.url]
-    for setting in settings:
+    # Short turns go through prefill as long ones do, unless a test says otherwise.
+    for setting in ("pd.direct_max_uncached_tokens=0", *settings):
         command += ["--set", setting]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)

@@ -55,8 +55,9 @@ async def running(
 ) -> AsyncIterator[Running]:
     """Start a gateway on a free port and stop it at the end; afterwards nothing may be left in flight.
 
-    Settings are given as ``section__member=value``.
+    Settings are given as ``section__member=value``. Short turns go through prefill too, unless said otherwise.
     """
+    settings.setdefault("pd__direct_max_uncached_tokens", 0)
     pairs = [("both", url) for url in endpoints or ()]
     pairs += [("prefill", url) for url in prefill or ()] + [("decode", url) for url in decode or ()]
     assignments = [("server.port", "0")] + [(name.replace("__", "."), str(value)) for name, value in settings.items()]

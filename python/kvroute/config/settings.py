@@ -147,6 +147,12 @@ class PrefillDecode(Section):
         25.0,
         description="age at which a prefill's blocks are given up; must stay below the lease (30 s)",
     )
+    direct_max_uncached_tokens: int = Field(
+        256,
+        ge=0,
+        description="a turn that adds at most about this many tokens to what its decode engine holds goes straight "
+        "there, past prefill and two transfers; 0: never",
+    )
 
 
 class Conversations(Section):

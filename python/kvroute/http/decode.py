@@ -12,6 +12,7 @@ from kvroute.http.release import release
 from kvroute.kv.conversations import Held
 from kvroute.kv.params import decode_params, read_handle
 from kvroute.kv.recipes import CLIENT_BODY
+from kvroute.plan.history import History
 from kvroute.plan.reuse import possible
 from kvroute.upstream import UpstreamError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
     from kvroute.http.prefill import Prefilled
+    from kvroute.kv.params import Handle
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
     from kvroute.upstream import Tap, Timeouts
@@ -180,7 +182,13 @@ class DecodeLeg:
             if engine_ttl is not None:
                 ttl = min(ttl, engine_ttl * 15 / 16)  # the margin of the defaults: 450 of 480 s
             # Counted from the engine's end: a client that reads slowly must not make the blocks look younger.
-            held = Held(handle, endpoint.url, epoch, ended + ttl)
+            held = Held(handle, endpoint.url, epoch, ended + ttl, self._history(handle))
         fates.labels("stored" if held is not None else "not_returned").inc()
         if self._turn.finish(endpoint.url, held) is not None:
             fates.labels("replaced").inc()
+
+    def _history(self, handle: Handle) -> History | None:
+        body, prompt_tokens = self._incoming.body, self._prefilled.prompt_tokens
+        if body is None or prompt_tokens is None or not self._gateway.settings.pd.direct_max_uncached_tokens:
+            return None
+        return History.of(body, prompt_tokens=prompt_tokens, held_tokens=handle.tokens)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from typing import TYPE_CHECKING
 
 from kvroute.http.errors import GatewayError, error_response
 from kvroute.http.intake import Incoming, may_be_json, read_body, request_ids, scan_body
 from kvroute.http.legs import serve_legs
-from kvroute.http.whole import serve_whole
+from kvroute.http.whole import serve_direct, serve_whole
 from kvroute.kv.conversations import Claim, Key
 from kvroute.kv.params import Policy
 from kvroute.kv.turn import Turn
 from kvroute.plan.api import APIS, whole_reason
+from kvroute.plan.direct import goes_direct
 from kvroute.plan.plan import make_plan
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
+    from kvroute.kv.conversations import Held
     from kvroute.plan.plan import Plan
 
 _log = logging.getLogger("kvroute.http")
@@ -112,7 +116,13 @@ class Dispatcher:
         conversation = incoming.conversation
         key = Key(incoming.tenant, incoming.model, conversation) if conversation is not None else None
         with Turn(self._gateway.store if self._gateway.settings.conversations.enabled else None, key) as turn:
-            plan = self._plan(incoming, turn.claim)
+            plan = self._plan(incoming, turn.claim, direct=self._direct(incoming, turn.held))
+            if plan.mode == "direct":
+                answer = await serve_direct(self._gateway, incoming, plan, turn)
+                if answer is not None:
+                    self._gateway.metrics.paths.labels("direct").inc()
+                    return answer, plan.mode
+                plan = self._plan(incoming, turn.claim)
             if not plan.targets:
                 raise GatewayError(503, "no healthy engine can serve this request now", retry_after=1)
             if plan.mode == "disaggregated":
@@ -125,7 +135,15 @@ class Dispatcher:
         if model is not None and not self._gateway.fleet.knows(model):
             raise GatewayError(404, f"the model `{model[:200]}` is served by no engine", param="model")
 
-    def _plan(self, incoming: Incoming, claim: Claim) -> Plan:
+    def _direct(self, incoming: Incoming, held: Held | None) -> Endpoint | None:
+        limit = self._gateway.settings.pd.direct_max_uncached_tokens
+        if held is None or held.history is None or incoming.body is None or not limit:
+            return None
+        decode = self._gateway.fleet.get(held.decode)
+        uncached = held.history.uncached_tokens(incoming.body)
+        return decode if goes_direct(held, decode, uncached, limit=limit, now=time.monotonic()) else None
+
+    def _plan(self, incoming: Incoming, claim: Claim, direct: Endpoint | None = None) -> Plan:
         whole: str | None = None
         if self._gateway.settings.disaggregated:
             body = incoming.body
@@ -139,6 +157,7 @@ class Dispatcher:
             whole=whole,
             sticky=claim.decode,
             fallback=self._gateway.settings.pd.fallback,
+            direct=direct,
         )
         if plan.reason is not None:
             self._gateway.metrics.whole.labels(plan.reason).inc()

@@ -7,6 +7,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+import orjson
+
 from kvroute._core import Body, BodyError
 from kvroute.kv.params import Handle, prefill_params, read_handle
 from kvroute.kv.recipes import RECIPES
@@ -35,6 +37,7 @@ class Prefilled:
         handoff: What it returned, None when the decode engine has to compute the prompt itself.
         epoch: That engine's epoch when it was called; after a restart the hand-off is dead.
         deadline: Monotonic time after which the hand-off's blocks must not be read any more.
+        prompt_tokens: How many it counted, None when it did not say.
         refusal: An answer that ended the request and has gone to the client as it is.
     """
 
@@ -42,6 +45,7 @@ class Prefilled:
     handoff: Handle | None = None
     epoch: int = 0
     deadline: float = 0.0
+    prompt_tokens: int | None = None
     refusal: web.StreamResponse | None = None
 
 
@@ -183,20 +187,23 @@ class PrefillLeg:
         self, endpoint: Endpoint, epoch: int, decision: Decision | None, reply: bytes, seconds: float
     ) -> Prefilled:
         try:
-            raw = Body.scan(reply).kv_transfer_params
+            answer = Body.scan(reply)
+            raw, prompt_tokens = answer.kv_transfer_params, _prompt_tokens(answer.raw("usage"))
         except BodyError:
-            raw = None
+            raw = prompt_tokens = None
         handoff = read_handle(raw, from_decode=False)
         self._note(decision, handoff)
         metrics = self._gateway.metrics
         read_back = handoff is not None and handoff.reuse is not None and handoff.reuse.verified > 0
         metrics.prefill.labels("read_back" if read_back else "computed").observe(seconds)
+        metrics.paths.labels("read_back" if read_back else "cold").inc()
         if handoff is None:
             metrics.handoffs.labels("no_params" if raw is None else "no_blocks").inc()
             _log.warning(
                 "%s answered a prefill without KV to hand over; decode computes the prompt itself", endpoint.url
             )
-        return Prefilled(endpoint, handoff, epoch, time.monotonic() + self._gateway.settings.pd.handoff_seconds)
+        deadline = time.monotonic() + self._gateway.settings.pd.handoff_seconds
+        return Prefilled(endpoint, handoff, epoch, deadline, prompt_tokens)
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
@@ -233,6 +240,12 @@ class PrefillLeg:
         if self._turn.claim.held is not None:
             return "not_sent"
         return "expired" if self._turn.claim.expired else "no_handle"
+
+
+def _prompt_tokens(usage: bytes | None) -> int | None:
+    counts = orjson.loads(usage) if usage is not None and usage.startswith(b"{") else {}
+    count = counts.get("prompt_tokens", counts.get("input_tokens"))
+    return count if isinstance(count, int) else None
 
 
 # The reasons that the engine plugin gives; anything else an engine says becomes "other", so that labels stay bounded.

@@ -1,4 +1,4 @@
-"""A request that one engine serves whole: aggregated fleets, and what a disaggregated fleet cannot split rightly."""
+"""A request that one engine serves whole: in aggregated fleets, and where a split is not right or does not pay."""
 
 from __future__ import annotations
 
@@ -42,6 +42,28 @@ async def serve_whole(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Tu
     if last is not None:
         raise gateway.answer_for(last)
     raise GatewayError(503, "no healthy engine can serve this request now", retry_after=1)
+
+
+async def serve_direct(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn) -> web.StreamResponse | None:
+    """Send a turn straight to the decode engine that holds its conversation.
+
+    The handle stays claimed meanwhile and goes back afterwards: its blocks are what the engine's prefix cache serves.
+
+    Returns:
+        None when the engine took no connection: nothing was sent, and the request can still run in two legs.
+
+    Raises:
+        GatewayError: When the engine failed before its first byte.
+    """
+    endpoint = plan.targets[0]
+    with endpoint.flight("whole"):
+        try:
+            return await _on(gateway, incoming, plan, turn, endpoint)
+        except UpstreamError as error:
+            gateway.failed(endpoint, error)
+            if error.request_sent:
+                raise gateway.answer_for(error) from None
+            return None
 
 
 async def _on(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint) -> web.StreamResponse:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvroute.kv.params import Handle
+    from kvroute.plan.history import History
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,12 +32,14 @@ class Held:
         decode: URL of the decode engine.
         epoch: Its epoch when the turn began; another one means that it restarted since.
         deadline: On the monotonic clock, in seconds.
+        history: What the turn looked like, None when that is not known.
     """
 
     handle: Handle
     decode: str
     epoch: int
     deadline: float
+    history: History | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

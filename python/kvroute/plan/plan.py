@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from kvroute.config import Role
     from kvroute.fleet import Endpoint, Fleet
 
-Mode = Literal["aggregated", "disaggregated", "whole_on_decode"]
+Mode = Literal["aggregated", "disaggregated", "direct", "whole_on_decode"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Plan:
 
     Attributes:
         mode: ``aggregated``: one engine of role both; ``disaggregated``: prefill, then decode; ``whole_on_decode``: a
-            decode engine does both, which is right and not fast.
+            decode engine does both, which is right and not fast; ``direct``: it does both because it holds all but a
+            few of the prompt's tokens.
         targets: Engines for the decode leg or the whole request, the chosen one first; empty when none is healthy.
         prefills: Engines for the prefill leg, the chosen one first; empty unless disaggregated.
         reason: Why a disaggregated fleet serves the request whole; None otherwise.
@@ -31,7 +32,14 @@ class Plan:
 
 
 def make_plan(
-    fleet: Fleet, *, disaggregated: bool, model: str | None, whole: str | None, sticky: str | None, fallback: str
+    fleet: Fleet,
+    *,
+    disaggregated: bool,
+    model: str | None,
+    whole: str | None,
+    sticky: str | None,
+    fallback: str,
+    direct: Endpoint | None = None,
 ) -> Plan:
     """Plan one request.
 
@@ -42,6 +50,7 @@ def make_plan(
         whole: Why this request cannot run in two legs, None when it can.
         sticky: URL of the engine that served the conversation's last turn; taken again while it is healthy.
         fallback: The setting ``pd.fallback``.
+        direct: The decode engine by which the turn skips prefill, see `kvroute.plan.direct`.
     """
     role: Role = "decode" if disaggregated else "both"
     targets = fleet.ranked(role, model)
@@ -51,6 +60,8 @@ def make_plan(
         return Plan("aggregated", tuple(targets))
     if whole is not None:
         return Plan("whole_on_decode", tuple(targets), reason=whole)
+    if direct is not None:
+        return Plan("direct", (direct,))
     prefills = fleet.ranked("prefill", model)
     if not prefills and fallback == "decode":
         return Plan("whole_on_decode", tuple(targets), reason="no_prefill_engine")

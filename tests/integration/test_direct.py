@@ -1,0 +1,81 @@
+"""Turns that add little go straight to the decode engine that holds the conversation."""
+
+import aiohttp
+import pytest
+
+from kvroute.sim import SimFleet
+from tests.support import simulated
+from tests.support.gateway import running
+from tests.support.simulated import COLD, MODEL, broken, cold_text, posts
+
+LONG = " ".join(f"w{i}" for i in range(600))
+
+
+@pytest.fixture
+async def fleet():
+    specs = [simulated.prefill(), simulated.decode(), simulated.decode("d2"), COLD]
+    async with SimFleet(specs, time_scale=0) as engines:
+        yield engines
+
+
+@pytest.fixture
+async def client():
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+class Talk:
+    """One conversation of which every text must be a cold run's."""
+
+    def __init__(self, fleet, client, gateway):
+        self.fleet, self.client, self.gateway = fleet, client, gateway
+        self.messages = []
+
+    async def say(self, text):
+        self.messages.append({"role": "user", "content": text})
+        body = {"model": MODEL, "messages": self.messages, "max_tokens": 12, "conversation_id": "c"}
+        async with self.client.post(self.gateway.url + "/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            content = (await answer.json())["choices"][0]["message"]["content"]
+        assert content == await cold_text(self.client, self.fleet["cold"], body)
+        self.messages.append({"role": "assistant", "content": content})
+
+
+def paths(gateway):
+    return {path: gateway.metric("kvroute_pd_path_total", path=path) for path in ("cold", "direct", "read_back")}
+
+
+async def test_a_short_turn_skips_prefill_and_the_handle_stays_good_for_a_long_one(fleet, client):
+    engines = fleet["p"], fleet["d"]
+    async with running(prefill=[fleet["p"].url], decode=[fleet["d"].url], pd__direct_max_uncached_tokens=256) as gateway:
+        talk = Talk(fleet, client, gateway)
+        await talk.say(LONG)
+        await talk.say("and")
+        await talk.say("so")
+        assert len(posts(fleet["p"])) == 1
+        computed = sum(core.stats.by_source["local_compute"] for core in fleet["d"].cores)
+        assert computed < 256, "decode computed what it should have had"
+        await talk.say(LONG)
+
+        assert paths(gateway) == {"cold": 1, "direct": 2, "read_back": 1}
+        assert gateway.metric("kvroute_requests_total", path="/v1/chat/completions", mode="direct", status="2xx") == 2
+    assert broken(*engines) == []
+
+
+async def test_zero_sends_every_turn_through_prefill(fleet, client):
+    async with running(prefill=[fleet["p"].url], decode=[fleet["d"].url], pd__direct_max_uncached_tokens=0) as gateway:
+        talk = Talk(fleet, client, gateway)
+        await talk.say(LONG)
+        await talk.say("and")
+        assert paths(gateway) == {"cold": 1, "direct": 0, "read_back": 1}
+
+
+async def test_a_decode_engine_that_is_gone_leaves_two_legs_to_another(fleet, client):
+    decodes = {engine.url: engine for engine in (fleet["d"], fleet["d2"])}
+    async with running(prefill=[fleet["p"].url], decode=list(decodes), pd__direct_max_uncached_tokens=256) as gateway:
+        talk = Talk(fleet, client, gateway)
+        await talk.say(LONG)
+        (holder,) = [engine for engine in decodes.values() if posts(engine)]
+        await holder.stop()
+        await talk.say("and")
+        assert paths(gateway) == {"cold": 2, "direct": 0, "read_back": 0}
