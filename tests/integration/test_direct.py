@@ -9,6 +9,7 @@ from tests.support.gateway import running
 from tests.support.simulated import COLD, MODEL, broken, cold_text, posts
 
 LONG = " ".join(f"w{i}" for i in range(600))
+DIRECT = {"pd__direct_max_uncached_tokens": 256}
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def paths(gateway):
 
 async def test_a_short_turn_skips_prefill_and_the_handle_stays_good_for_a_long_one(fleet, client):
     engines = fleet["p"], fleet["d"]
-    async with running(prefill=[fleet["p"].url], decode=[fleet["d"].url], pd__direct_max_uncached_tokens=256) as gateway:
+    async with running(prefill=[fleet["p"].url], decode=[fleet["d"].url], **DIRECT) as gateway:
         talk = Talk(fleet, client, gateway)
         await talk.say(LONG)
         await talk.say("and")
@@ -72,7 +73,7 @@ async def test_zero_sends_every_turn_through_prefill(fleet, client):
 
 async def test_a_decode_engine_that_is_gone_leaves_two_legs_to_another(fleet, client):
     decodes = {engine.url: engine for engine in (fleet["d"], fleet["d2"])}
-    async with running(prefill=[fleet["p"].url], decode=list(decodes), pd__direct_max_uncached_tokens=256) as gateway:
+    async with running(prefill=[fleet["p"].url], decode=list(decodes), **DIRECT) as gateway:
         talk = Talk(fleet, client, gateway)
         await talk.say(LONG)
         (holder,) = [engine for engine in decodes.values() if posts(engine)]
