@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import orjson
 import pytest
@@ -22,13 +22,21 @@ DELTA = (
     b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 )
 READ = b"%x\r\n%s\r\n" % (len(DELTA), DELTA)
+WITH_IDS = READ.replace(b'"token_ids":null', b'"token_ids":[83]')
 
 
-def started(hide: list[str] | None) -> EngineResponse:
+def started(hide: list[str] | None, token_ids: Literal["read", "take"] | None = None) -> EngineResponse:
     response = EngineResponse()
     response.feed_head(HEAD)
     response.start_relay(
-        http_1_1=True, keep_alive=True, hide=hide, set=[], default=[], event_default=[], max_event_bytes=1 << 24
+        http_1_1=True,
+        keep_alive=True,
+        hide=hide,
+        token_ids=token_ids,
+        set=[],
+        default=[],
+        event_default=[],
+        max_event_bytes=1 << 24,
     )
     return response
 
@@ -41,6 +49,18 @@ def test_tap(benchmark: BenchmarkFixture, hide: list[str] | None) -> None:
     def stream() -> None:
         for _ in range(EVENTS):
             assert feed(READ) is READ
+
+    benchmark(stream)
+
+
+@pytest.mark.benchmark(group="1000 events, one per read")
+def test_tap_taking_token_ids(benchmark: BenchmarkFixture) -> None:
+    feed = started(["kv_transfer_params"], "take").feed
+    assert len(READ) == len(WITH_IDS)
+
+    def stream() -> None:
+        for _ in range(EVENTS):
+            assert feed(WITH_IDS) == READ
 
     benchmark(stream)
 

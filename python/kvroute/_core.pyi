@@ -2,7 +2,7 @@
 """The compiled part of kvroute: request bodies as bytes, chain hashes of token blocks, and responses."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, final
+from typing import Final, Literal, final
 
 __all__ = [
     "DEBUG_BUILD",
@@ -166,6 +166,18 @@ class Tap:
     def finish_reason(self) -> str | None:
         """`finish_reason` of a choice, `stop_reason` of a message, why a response is incomplete, or its status."""
     @property
+    def response_id(self) -> str | None:
+        """`id` of a response of `/v1/responses`, from the whole answer or from the event that ends its stream."""
+    @property
+    def prompt_token_ids(self) -> bytes | None:
+        """The prompt's token ids as little-endian `u32`s, at the top or in choice 0, if they were asked to be read.
+
+        `None` as well when anything stood in their place that is no list of such ids.
+        """
+    @property
+    def token_ids(self) -> bytes | None:
+        """Those of choice 0 likewise; of a stream all so far, and `None` if one of its events had no proper list."""
+    @property
     def error(self) -> bool:
         """The engine reported an error inside an answer whose status had already been sent."""
     @property
@@ -224,6 +236,7 @@ class EngineResponse:
         http_1_1: bool,
         keep_alive: bool,
         hide: Sequence[str] | None,
+        token_ids: Literal["read", "take"] | None = None,
         set: Sequence[tuple[bytes, bytes]],
         default: Sequence[tuple[bytes, bytes]],
         event_default: Sequence[tuple[bytes, bytes]],
@@ -234,7 +247,10 @@ class EngineResponse:
         Args:
             http_1_1: The client's request was HTTP/1.1 or later.
             keep_alive: The client's connection may stay open; `client_keep_alive` says what became of it.
-            hide: Names of members to take out of an event stream, or `None` to pass every byte on at once.
+            hide: Names of members to take out of an event stream. With none, and no ids to take, every byte passes at
+                once.
+            token_ids: `read` the token ids of the answer, or `take` them: the client of an event stream then sees null,
+                which is what engines write when nobody asks for ids.
             set: Header fields of the gateway, in place of the engine's of that name.
             default: Header fields for when the engine sent none of that name.
             event_default: The same, for event streams only.
@@ -277,8 +293,10 @@ class EngineResponse:
     def tap(self) -> Tap | None:
         """What the body told so far; `None` unless it is an event stream or JSON."""
 
-def hide_in_document(body: bytes, hide: Sequence[str]) -> tuple[bytes, Tap]:
-    """Takes hidden members out of an answer that is one JSON document.
+def hide_in_document(
+    body: bytes, hide: Sequence[str], token_ids: Literal["read", "take"] | None = None
+) -> tuple[bytes, Tap]:
+    """Takes hidden members, and token ids where they are to be taken, out of an answer that is one JSON document.
 
     Returns:
         The body for the client, the same object if there was nothing to hide, and what it told.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -31,7 +32,9 @@ def captured(name: str) -> bytes:
     return body.encode()
 
 
-def relay(reads: list[bytes], *, hide: bool) -> tuple[bytes, EngineResponse]:
+def relay(
+    reads: list[bytes], *, hide: bool, token_ids: Literal["read", "take"] | None = None
+) -> tuple[bytes, EngineResponse]:
     """What the client gets of these reads of a chunked stream, its chunks taken apart."""
     response = EngineResponse()
     assert response.feed_head(HEAD)
@@ -39,6 +42,7 @@ def relay(reads: list[bytes], *, hide: bool) -> tuple[bytes, EngineResponse]:
         http_1_1=True,
         keep_alive=True,
         hide=["kv_transfer_params"] if hide else None,
+        token_ids=token_ids,
         set=[],
         default=[],
         event_default=[],
@@ -72,9 +76,23 @@ def cut(data: bytes, points: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 
+def rules(hide: bool, token_ids: str | None) -> sse_twin.Rules:
+    return sse_twin.Rules(frozenset({"kv_transfer_params"} if hide else ()), token_ids)
+
+
 def facts_of(tap: Tap | None) -> sse_twin.Facts:
     assert tap is not None
-    return sse_twin.Facts(tap.handle, tap.prompt_tokens, tap.completion_tokens, tap.finish_reason, tap.error, tap.done)
+    return sse_twin.Facts(
+        tap.handle,
+        tap.prompt_tokens,
+        tap.completion_tokens,
+        tap.finish_reason,
+        tap.response_id,
+        tap.prompt_token_ids,
+        tap.token_ids,
+        tap.error,
+        tap.done,
+    )
 
 
 # A busy machine is no fault.
@@ -82,7 +100,14 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 
 # Text that tries to look like what is searched for.
 texts = st.text(st.sampled_from('aé北🙂"\\{}[]:,\n\r\t kv_u0')) | st.sampled_from(
-    ['"kv_transfer_params":{"a":1}', "kv_transfer_params", "data: {}\n\n", '\\"usage\\":{"prompt_tokens":1}', "[DONE]"]
+    [
+        '"kv_transfer_params":{"a":1}',
+        "kv_transfer_params",
+        '"token_ids":[1]',
+        "data: {}\n\n",
+        '\\"usage\\":{"prompt_tokens":1}',
+        "[DONE]",
+    ]
 )
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | texts,
@@ -96,7 +121,21 @@ usages = st.none() | st.dictionaries(
     max_size=3,
 )
 reasons = st.sampled_from([None, "stop", "length", "error", "é"])
-choices = st.lists(st.fixed_dictionaries({"delta": values, "finish_reason": reasons}), max_size=2)
+ids = st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=4)
+# What stands in the place of ids and is none.
+no_ids = st.sampled_from([[-1], [2**32], [1.5], ["1"], [True], {}, 7, "[1]", [None], [[1]], False])
+mostly_ids = st.one_of(*[ids] * 7, no_ids)
+choices = st.lists(
+    st.fixed_dictionaries(
+        {"delta": values, "finish_reason": reasons},
+        optional={
+            "index": st.sampled_from([0, 0, 0, 1, None]),
+            "token_ids": mostly_ids,
+            "prompt_token_ids": mostly_ids,
+        },
+    ).flatmap(lambda choice: st.permutations(list(choice.items())).map(dict)),
+    max_size=2,
+)
 responses = st.fixed_dictionaries(
     {"status": st.sampled_from(["completed", "incomplete", "in_progress"])},
     optional={
@@ -112,6 +151,8 @@ objects = st.fixed_dictionaries(
     optional={
         "id": texts,
         "choices": choices,
+        "prompt_token_ids": mostly_ids,
+        "token_ids": mostly_ids,
         "kv_transfer_params": handles,
         "usage": usages,
         "error": st.sampled_from([None, {"message": "m"}]),
@@ -124,8 +165,22 @@ objects = st.fixed_dictionaries(
 )
 
 
+# The whole answers of `/v1/responses` are known by their `object`.
+whole_answers = st.tuples(
+    objects,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "object": st.sampled_from(["response", "chat.completion"]),
+            "status": st.sampled_from(["completed", "incomplete"]),
+            "incomplete_details": st.sampled_from([None, {"reason": "max_output_tokens"}]),
+        },
+    ),
+).map(lambda parts: parts[0] | parts[1])
+
+
 @st.composite
-def documents(draw: st.DrawFn) -> str:
+def documents(draw: st.DrawFn, objects: st.SearchStrategy[dict[str, Any]] = objects) -> str:
     """JSON text of an object, its members in any order, with any spacing and escapes."""
     members: list[tuple[str, Any]] = draw(objects.flatmap(lambda value: st.permutations(list(value.items()))))
     separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (" ,\t", "  : ")]))
@@ -133,6 +188,7 @@ def documents(draw: st.DrawFn) -> str:
     text = json.dumps(dict(members), separators=separators, ensure_ascii=ascii_only)
     if draw(st.booleans()):
         text = text.replace('"kv_transfer_params"', '"kv_transfer\\u005fparams"')
+        text = text.replace('token_ids"', 'token\\u005fids"')
     return text
 
 
@@ -157,51 +213,60 @@ def events(draw: st.DrawFn) -> str:
     return text.replace("\n", newline)
 
 
+token_rules = st.sampled_from([None, "read", "take"])
 streams = st.lists(events(), max_size=6).map("".join).map(str.encode)
 points = st.lists(st.integers(0, 2**16), max_size=12)
 
 
 @unhurried
-@given(streams, points, points, st.booleans())
-def test_hiding_gives_what_the_twin_gives(stream: bytes, chunks: list[int], reads: list[int], decorated: bool) -> None:
+@given(streams, points, points, st.booleans(), st.tuples(st.booleans(), token_rules))
+def test_hiding_gives_what_the_twin_gives(
+    stream: bytes,
+    chunks: list[int],
+    reads: list[int],
+    decorated: bool,
+    hidden: tuple[bool, Literal["read", "take"] | None],
+) -> None:
+    hide, token_ids = hidden
     extra = (b";a=b", b"X-T: 1\r\n") if decorated else (b"", b"")
     framed = chunked(cut(stream, chunks), *extra)
-    shown, response = relay(cut(framed, reads), hide=True)
-    expected, facts = sse_twin.hide(stream)
+    shown, response = relay(cut(framed, reads), hide=hide, token_ids=token_ids)
+    expected, facts = sse_twin.hide(stream, rules(hide, token_ids))
     assert shown == expected
     assert facts_of(response.tap()) == facts
     assert response.state == COMPLETE
 
 
 @unhurried
-@given(streams, points, points)
-def test_observing_changes_no_byte(stream: bytes, chunks: list[int], reads: list[int]) -> None:
-    shown, response = relay(cut(chunked(cut(stream, chunks)), reads), hide=False)
+@given(streams, points, points, st.sampled_from([None, "read"]))
+def test_observing_changes_no_byte(
+    stream: bytes, chunks: list[int], reads: list[int], token_ids: Literal["read"] | None
+) -> None:
+    shown, response = relay(cut(chunked(cut(stream, chunks)), reads), hide=False, token_ids=token_ids)
     assert shown == stream
-    assert facts_of(response.tap()) == sse_twin.hide(stream, frozenset())[1]
+    assert facts_of(response.tap()) == sse_twin.hide(stream, rules(False, token_ids))[1]
     assert response.payload_bytes == len(stream)
 
 
 @unhurried
-@given(documents().map(str.encode))
-def test_a_document_gives_what_the_twin_gives(body: bytes) -> None:
-    shown, tap = hide_in_document(body, ["kv_transfer_params"])
-    expected, facts = sse_twin.hide_in_document(body)
+@given(documents(whole_answers).map(str.encode), token_rules)
+def test_a_document_gives_what_the_twin_gives(body: bytes, token_ids: Literal["read", "take"] | None) -> None:
+    shown, tap = hide_in_document(body, ["kv_transfer_params"], token_ids)
+    expected, facts = sse_twin.hide_in_document(body, rules(True, token_ids))
     assert shown == expected
     assert (shown is body) == (not facts.cuts)
-    assert tap.handle == facts.handle
-    assert (tap.prompt_tokens, tap.completion_tokens) == (facts.prompt_tokens, facts.completion_tokens)
+    assert facts_of(tap) == facts
     assert "kv_transfer_params" not in {key for key, value in json.loads(shown).items() if value is not None}
 
 
-@pytest.mark.parametrize("hide", [False, True])
+@pytest.mark.parametrize(("hide", "token_ids"), [(False, None), (True, None), (True, "take")])
 @pytest.mark.parametrize("name", STREAMS)
-def test_a_captured_stream_cut_in_two_anywhere(name: str, hide: bool) -> None:
+def test_a_captured_stream_cut_in_two_anywhere(name: str, hide: bool, token_ids: Literal["take"] | None) -> None:
     stream = captured(name)
-    expected, facts = sse_twin.hide(stream, frozenset({"kv_transfer_params"} if hide else ()))
+    expected, facts = sse_twin.hide(stream, rules(hide, token_ids))
     framed = chunked([event + b"\n\n" for event in stream.split(b"\n\n") if event])
     for at in range(len(framed) + 1):
-        shown, response = relay([framed[:at], framed[at:]], hide=hide)
+        shown, response = relay([framed[:at], framed[at:]], hide=hide, token_ids=token_ids)
         assert shown == expected
         assert facts_of(response.tap()) == facts
 
@@ -210,8 +275,8 @@ def test_a_captured_stream_cut_in_two_anywhere(name: str, hide: bool) -> None:
 def test_a_captured_stream_in_single_bytes(name: str) -> None:
     stream = captured(name)
     framed = chunked([stream])
-    shown, _ = relay([framed[at : at + 1] for at in range(len(framed))], hide=True)
-    assert shown == sse_twin.hide(stream)[0]
+    shown, _ = relay([framed[at : at + 1] for at in range(len(framed))], hide=True, token_ids="take")
+    assert shown == sse_twin.hide(stream, rules(True, "take"))[0]
 
 
 def test_what_the_captured_streams_tell() -> None:
@@ -260,3 +325,31 @@ def test_the_handle_of_a_captured_answer_is_hidden() -> None:
     assert (shown, facts_of(tap)) == sse_twin.hide_in_document(body)
     assert b"decode-engine-001" not in shown
     assert (tap.prompt_tokens, tap.completion_tokens, tap.finish_reason) == (220, 40, "length")
+
+
+def test_an_answer_with_its_ids_taken_is_the_one_of_a_client_that_asked_for_none() -> None:
+    body = captured("decode_turn1_nonstream")
+    shown, tap = hide_in_document(body, ["kv_transfer_params"], "take")
+    answer = json.loads(body)
+    ids = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+    assert (tap.prompt_token_ids, tap.token_ids) == tuple(struct.pack(f"<{len(some)}I", *some) for some in ids)
+    answer["prompt_token_ids"] = answer["choices"][0]["token_ids"] = None
+    del answer["kv_transfer_params"]
+    assert shown == json.dumps(answer, separators=(",", ":")).encode()
+
+
+def test_the_ids_of_a_captured_stream_are_all_there() -> None:
+    stream = captured("decode_turn2_stream_token_ids")
+    shown, response = relay([chunked([stream])], hide=True, token_ids="take")
+    tap = response.tap()
+    assert tap is not None
+    assert (len(tap.prompt_token_ids or b"") // 4, len(tap.token_ids or b"") // 4) == (344, 12)
+    assert (tap.prompt_tokens, tap.completion_tokens) == (344, 12)
+    assert b"2083" in stream
+    assert b"2083" not in shown
+    assert b'"prompt_token_ids":null' in shown
+
+
+def test_a_rule_for_token_ids_has_to_be_known() -> None:
+    with pytest.raises(ValueError, match="token_ids"):
+        hide_in_document(b"{}", [], "drop")  # type: ignore[arg-type]

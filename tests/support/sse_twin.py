@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HANDLE = "kv_transfer_params"
+IDS = ("token_ids", "prompt_token_ids")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LINE = re.compile(r"(.*?)(\r\n|\n|\r|\Z)", re.DOTALL)
 _decode = json.JSONDecoder(parse_constant=str).raw_decode
@@ -33,9 +35,13 @@ class Facts:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
+    response_id: str | None = None
+    prompt_token_ids: bytes | None = None
+    token_ids: bytes | None = None
     error: bool = False
     done: bool = False
-    cuts: list[tuple[int, int]] = field(default_factory=list, compare=False)
+    cuts: list[tuple[int, int, str]] = field(default_factory=list, compare=False)
+    malformed: set[str] = field(default_factory=set, compare=False)
 
 
 def lines_of(text: str) -> list[tuple[str, str]]:
@@ -68,19 +74,33 @@ def members_of(text: str, at: int) -> Iterator[Member]:
             at = _skip(text, at + 1)
 
 
-def hide(stream: bytes, names: frozenset[str] = frozenset({HANDLE})) -> tuple[bytes, Facts]:
+class Rules(NamedTuple):
+    """What is hidden, and whether token ids are read or taken."""
+
+    names: frozenset[str] = frozenset({HANDLE})
+    token_ids: str | None = None
+
+
+def hide(stream: bytes, rules: Rules = Rules()) -> tuple[bytes, Facts]:  # noqa: B008 - immutable
     """What a client may see of the stream, and what it told."""
     facts = Facts()
-    shown = [_event(event, names, facts) for event in events_of(stream.decode())]
-    return "".join(shown).encode(), facts
+    shown = [_event(event, rules, facts) for event in events_of(stream.decode())]
+    return "".join(shown).encode(), _whole(facts)
 
 
-def hide_in_document(body: bytes, names: frozenset[str] = frozenset({HANDLE})) -> tuple[bytes, Facts]:
+def hide_in_document(body: bytes, rules: Rules = Rules()) -> tuple[bytes, Facts]:  # noqa: B008 - immutable
     """The same for an answer that is one object."""
     facts = Facts()
     text = body.decode()
-    _read_object(text, names, facts)
-    return _without(text, facts.cuts).encode(), facts
+    _read_object(text, rules, facts)
+    return _without(text, facts.cuts).encode(), _whole(facts)
+
+
+def _whole(facts: Facts) -> Facts:
+    """Ids of which a part was malformed are of no use."""
+    for name in facts.malformed:
+        setattr(facts, name, None)
+    return facts
 
 
 def _skip(text: str, at: int) -> int:
@@ -89,7 +109,7 @@ def _skip(text: str, at: int) -> int:
     return match.end()
 
 
-def _event(lines: list[tuple[str, str]], names: frozenset[str], facts: Facts) -> str:
+def _event(lines: list[tuple[str, str]], rules: Rules, facts: Facts) -> str:
     whole = "".join(line + end for line, end in lines)
     data: list[int] = []
     name = ""
@@ -106,7 +126,7 @@ def _event(lines: list[tuple[str, str]], names: frozenset[str], facts: Facts) ->
     if not text.lstrip(" \t\n\r").startswith("{"):
         return whole
     told = Facts()
-    empty = _read_object(text, names, told)
+    empty = _read_object(text, rules, told)
     _merge(facts, told)
     if not told.cuts:
         return whole
@@ -132,8 +152,9 @@ def _read_name(name: str, facts: Facts) -> None:
         facts.error = True
 
 
-def _read_object(text: str, names: frozenset[str], facts: Facts) -> bool:
+def _read_object(text: str, rules: Rules, facts: Facts) -> bool:
     """Reads the object into `facts`; true if nothing in it is for the client."""
+    names = rules.names
     start = _skip(text, 0)
     members = list(members_of(text, start))
     facts.cuts += _cuts(members, names)
@@ -152,10 +173,18 @@ def _read_object(text: str, names: frozenset[str], facts: Facts) -> bool:
         elif member.key == "choices" and isinstance(value, list):
             choices_empty = not value
             for choice in value:
+                if isinstance(choice, dict) and rules.token_ids:
+                    _ids(choice, facts)
                 reason = choice.get("finish_reason") if isinstance(choice, dict) else None
                 if isinstance(reason, str):
                     facts.finish_reason = reason
                     facts.error |= reason == "error"
+            if rules.token_ids == "take":
+                facts.cuts += _ids_in_choices(text, member)
+        elif member.key == "prompt_token_ids" and rules.token_ids and value is not None:
+            _set_ids(facts, "prompt_token_ids", value)
+            if rules.token_ids == "take":
+                facts.cuts.append((member.value_start, member.value_end, "null"))
         elif member.key == "error":
             facts.error |= value is not None
         elif member.key == "message" and isinstance(value, dict):
@@ -177,15 +206,20 @@ def _read_object(text: str, names: frozenset[str], facts: Facts) -> bool:
                 has_usage = True
                 _usage(value["usage"], facts)
             facts.error |= value.get("error") is not None
+    taken_out = any(not instead for _, _, instead in facts.cuts)
     facts.cuts.sort()
     error_in_event = facts.error
     kind = last.get("type")
     if kind in {"response.completed", "response.incomplete", "response.failed"}:
         facts.done = True
         facts.finish_reason = _response_reason(last.get("response", {})) or facts.finish_reason
+        facts.response_id = last.get("response", {}).get("id")
+    elif kind is None and last.get("object") == "response":
+        facts.finish_reason = _response_reason(last) or facts.finish_reason
+        facts.response_id = last.get("id")
     facts.done |= kind == "message_stop"
     facts.error |= kind in {"error", "response.failed"}
-    return not kept or (choices_empty and not has_usage and not error_in_event)
+    return taken_out and (not kept or (choices_empty and not has_usage and not error_in_event))
 
 
 def _response_reason(response: dict[str, Any]) -> str | None:
@@ -194,6 +228,42 @@ def _response_reason(response: dict[str, Any]) -> str | None:
     status = response.get("status")
     found = reason if isinstance(reason, str) else status
     return found if isinstance(found, str) else None
+
+
+def _ids(choice: dict[str, Any], facts: Facts) -> None:
+    """Notes the ids of choice 0; others have ids of their own."""
+    index = choice.get("index", 0)
+    if type(index) is not int or index != 0:
+        return
+    for name in IDS:
+        if choice.get(name) is not None:
+            _set_ids(facts, name, choice[name])
+
+
+def _set_ids(facts: Facts, name: str, value: Any) -> None:
+    if isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in value):
+        before = (facts.token_ids or b"") if name == "token_ids" else b""
+        setattr(facts, name, before + struct.pack(f"<{len(value)}I", *value))
+    else:
+        facts.malformed.add(name)
+
+
+def _ids_in_choices(text: str, choices: Member) -> list[tuple[int, int, str]]:
+    """The values of ids in all objects of the list, to be null."""
+    found: list[tuple[int, int, str]] = []
+    at = _skip(text, choices.value_start + 1)
+    while text[at] != "]":
+        value, end = _decode(text, at)
+        if isinstance(value, dict):
+            found += [
+                (member.value_start, member.value_end, "null")
+                for member in members_of(text, at)
+                if member.key in IDS and member.value is not None
+            ]
+        at = _skip(text, end)
+        if text[at] == ",":
+            at = _skip(text, at + 1)
+    return found
 
 
 def _usage(usage: dict[str, Any], facts: Facts) -> None:
@@ -205,30 +275,33 @@ def _usage(usage: dict[str, Any], facts: Facts) -> None:
                 facts.completion_tokens = value
 
 
-def _cuts(members: list[Member], names: frozenset[str]) -> list[tuple[int, int]]:
+def _cuts(members: list[Member], names: frozenset[str]) -> list[tuple[int, int, str]]:
     cuts = []
     kept_before = False
     for index, member in enumerate(members):
         if member.key not in names or member.value is None:
             kept_before = True
         elif kept_before:
-            cuts.append((members[index - 1].value_end, member.value_end))
+            cuts.append((members[index - 1].value_end, member.value_end, ""))
         elif index + 1 < len(members):
-            cuts.append((member.key_start, members[index + 1].key_start))
+            cuts.append((member.key_start, members[index + 1].key_start, ""))
         else:
-            cuts.append((member.key_start, member.value_end))
+            cuts.append((member.key_start, member.value_end, ""))
     return cuts
 
 
-def _without(text: str, cuts: list[tuple[int, int]]) -> str:
-    for start, end in reversed(cuts):
-        text = text[:start] + text[end:]
+def _without(text: str, cuts: list[tuple[int, int, str]]) -> str:
+    for start, end, instead in reversed(cuts):
+        text = text[:start] + instead + text[end:]
     return text
 
 
 def _merge(facts: Facts, told: Facts) -> None:
-    for name in ("handle", "prompt_tokens", "completion_tokens", "finish_reason"):
+    for name in ("handle", "prompt_tokens", "completion_tokens", "finish_reason", "response_id", "prompt_token_ids"):
         if getattr(told, name) is not None:
             setattr(facts, name, getattr(told, name))
+    if told.token_ids is not None:
+        facts.token_ids = (facts.token_ids or b"") + told.token_ids
+    facts.malformed |= told.malformed
     facts.error |= told.error
     facts.done |= told.done

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .connection import Connection
     from .errors import Kind
     from .pool import Pool
+    from .relay import TokenIds
 
 
 class Exchange:
@@ -97,6 +98,7 @@ class Exchange:
         request: web.Request,
         *,
         hide: bool,
+        token_ids: TokenIds | None = None,
         extra_headers: Iterable[tuple[bytes, bytes]] = (),
         on_first_byte: Callable[[], None] | None = None,
     ) -> Relayed:
@@ -106,6 +108,8 @@ class Exchange:
             request: The request in whose handler this runs; its body was read. The application must run with
                 `handler_cancellation=True`, so that a client that leaves cancels this call.
             hide: Take `kv_transfer_params` out of what the client gets.
+            token_ids: `read` the token ids of the answer, or `take` them, so that the client gets what it would have
+                got if nobody had asked for them. Only where `hide` is set, or the answer streams, can they be taken.
             extra_headers: Fields of the gateway's, in place of the engine's of that name.
             on_first_byte: Called when the first byte of the body goes to the client.
 
@@ -124,6 +128,7 @@ class Exchange:
             self._response,
             request,
             hide=hide,
+            token_ids=token_ids,
             extra_headers=list(extra_headers),
             on_first_byte=on_first_byte,
             max_event_bytes=self._pool.max_event_bytes,

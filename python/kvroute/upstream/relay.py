@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .exchange import Exchange
     from .headers import Headers
 
+TokenIds = Literal["read", "take"]
 Outcome = Literal["complete", "upstream_cut", "idle_timeout", "event_too_large"]
 
 HIDDEN: Final = ("kv_transfer_params",)
@@ -75,6 +76,7 @@ async def relay(
     request: web.Request,
     *,
     hide: bool,
+    token_ids: TokenIds | None,
     extra_headers: Headers,
     on_first_byte: Callable[[], None] | None,
     max_event_bytes: int,
@@ -88,12 +90,17 @@ async def relay(
     if hide and response.is_json and request.method != "HEAD":
         body = await exchange.read(max_body_bytes)
         ended = time.monotonic()
-        return await _relay_document(connection, response, request, body, ended, extra_headers, on_first_byte)
+        try:
+            shown, tap = hide_in_document(body, HIDDEN, token_ids)
+        except ValueError as error:
+            raise UpstreamError("protocol", connection.origin.url, str(error), request_sent=True) from None
+        return await _relay_document(response, request, shown, tap, ended, extra_headers, on_first_byte)
     client = _client(request)
     first = response.start_relay(
         http_1_1=client.http_1_1,
         keep_alive=client.keep_alive,
         hide=HIDDEN if hide else None,
+        token_ids=token_ids,
         set=extra_headers,
         default=_defaults(),
         event_default=_EVENT_DEFAULTS,
@@ -108,18 +115,14 @@ async def relay(
 
 
 async def _relay_document(  # noqa: PLR0917 - private, called once
-    connection: Connection,
     response: EngineResponse,
     request: web.Request,
-    body: bytes,
+    shown: bytes,
+    tap: Tap,
     ended: float,
     extra_headers: Headers,
     on_first_byte: Callable[[], None] | None,
 ) -> Relayed:
-    try:
-        shown, tap = hide_in_document(body, HIDDEN)
-    except ValueError as error:
-        raise UpstreamError("protocol", connection.origin.url, str(error), request_sent=True) from None
     client = _client(request)
     head = response.head_for(
         len(shown), http_1_1=client.http_1_1, keep_alive=client.keep_alive, set=extra_headers, default=_defaults()

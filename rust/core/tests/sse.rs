@@ -2,18 +2,18 @@
 
 use kvroute_core::http1::{Body, ClientFraming, Framing};
 use kvroute_core::relay::{Forward, Relay, State, Watch};
-use kvroute_core::sse::{Document, Facts, Hidden, Mode, Pass, Scanner, Verdict, inspect};
+use kvroute_core::sse::{Document, Facts, Ids, Pass, Rules, Scanner, TokenIds, Verdict, inspect};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
 const LIMIT: usize = 1 << 20;
 
-fn hiding() -> Mode {
-    Mode::Hide(Hidden::default())
+fn hiding() -> Rules {
+    Rules::default()
 }
 
-fn scan(mode: Mode, reads: &[&[u8]]) -> (Vec<u8>, Facts) {
-    let mut scanner = Scanner::new(mode, LIMIT);
+fn scan(rules: Rules, reads: &[&[u8]]) -> (Vec<u8>, Facts) {
+    let mut scanner = Scanner::new(rules, LIMIT);
     let mut shown = Vec::new();
     for read in reads {
         let mut out = Vec::new();
@@ -31,7 +31,12 @@ fn scan(mode: Mode, reads: &[&[u8]]) -> (Vec<u8>, Facts) {
 
 /// Asserts that the stream gives this however it is cut in two or three, and in single bytes.
 fn shows(stream: &str, expected: &str) -> Facts {
+    shows_by(&hiding(), stream, expected)
+}
+
+fn shows_by(rules: &Rules, stream: &str, expected: &str) -> Facts {
     let bytes = stream.as_bytes();
+    let hiding = || rules.clone();
     let (shown, facts) = scan(hiding(), &[bytes]);
     assert_eq!(String::from_utf8_lossy(&shown), expected);
     for first in 0..=bytes.len() {
@@ -47,7 +52,7 @@ fn shows(stream: &str, expected: &str) -> Facts {
         scan(hiding(), &singles),
         (expected.as_bytes().to_vec(), facts.clone())
     );
-    let (observed, _) = scan(Mode::Observe, &singles);
+    let (observed, _) = scan(Rules::observe(), &singles);
     assert_eq!(observed, bytes, "observing changes nothing");
     facts
 }
@@ -175,6 +180,95 @@ fn what_the_apis_tell() {
 }
 
 #[test]
+fn token_ids_are_read_and_their_places_are_as_if_nobody_had_asked() {
+    let stream = "data: {\"choices\":[{\"index\":0,\"delta\":{}}],\"prompt_token_ids\":[7, 4294967295],\"x\":1}\n\n\
+         data: {\"choices\":[{\"index\":0,\"token_ids\":[1,2]},{\"token_ids\":[9],\"index\":1}]}\n\n\
+         data: {\"choices\":[{\"token_ids\":null},3]}\n\n\
+         data: {\"choices\":[{\"finish_reason\":\"stop\",\"t\\u006fken_ids\":[]}],\"usage\":null}\n\n\
+         data: {\"choices\":[{\"token_ids\":[3],\"text\":\"\\\"token_ids\\\":[1]\"}],\"token_ids\":[5]}\n\n";
+    let without = "data: {\"choices\":[{\"index\":0,\"delta\":{}}],\"prompt_token_ids\":null,\"x\":1}\n\n\
+         data: {\"choices\":[{\"index\":0,\"token_ids\":null},{\"token_ids\":null,\"index\":1}]}\n\n\
+         data: {\"choices\":[{\"token_ids\":null},3]}\n\n\
+         data: {\"choices\":[{\"finish_reason\":\"stop\",\"t\\u006fken_ids\":null}],\"usage\":null}\n\n\
+         data: {\"choices\":[{\"token_ids\":null,\"text\":\"\\\"token_ids\\\":[1]\"}],\"token_ids\":[5]}\n\n";
+    let take = Rules::observe().with_token_ids(TokenIds::Take);
+    let read = Rules::observe().with_token_ids(TokenIds::Read);
+    for (rules, shown) in [(take, without), (read, stream)] {
+        let facts = shows_by(&rules, stream, shown);
+        assert_eq!(
+            facts.prompt_token_ids.known(),
+            Some(&[7, 0, 0, 0, 255, 255, 255, 255][..])
+        );
+        assert_eq!(
+            facts.token_ids.known(),
+            Some(&[1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0][..])
+        );
+    }
+    let facts = shows_by(&Rules::observe(), stream, stream);
+    assert_eq!(
+        (facts.prompt_token_ids, facts.token_ids),
+        (Ids::Absent, Ids::Absent)
+    );
+}
+
+#[test]
+fn ids_that_are_none_leave_no_part_of_a_sequence() {
+    let rules = Rules::observe().with_token_ids(TokenIds::Take);
+    for list in [
+        "[1,-1]",
+        "[4294967296]",
+        "[01]",
+        "[1.0]",
+        "[\"1\"]",
+        "[[1]]",
+        "[null]",
+        "{}",
+        "true",
+        "7",
+    ] {
+        let event = |list| {
+            format!(
+                "data: {{\"choices\":[{{\"token_ids\":{list}}}],\"prompt_token_ids\":{list}}}\n\n"
+            )
+        };
+        let facts = shows_by(
+            &rules,
+            &[event("[1]"), event(list), event("[2]")].concat(),
+            &event("null").repeat(3),
+        );
+        assert_eq!(facts.token_ids, Ids::Malformed, "{list}");
+        assert_eq!(facts.prompt_token_ids, Ids::Malformed, "{list}");
+    }
+}
+
+#[test]
+fn a_handle_and_token_ids_leave_together() {
+    let body = br#"{"choices":[{"token_ids":[1]}],"prompt_token_ids":[2],"kv_transfer_params":{"a":1},"z":0}"#;
+    let rules = Rules::default().with_token_ids(TokenIds::Take);
+    let (shown, facts) = Document::take_hidden(body, &rules).expect("valid JSON");
+    assert_eq!(
+        shown.as_deref(),
+        Some(&br#"{"choices":[{"token_ids":null}],"prompt_token_ids":null,"z":0}"#[..])
+    );
+    assert_eq!(facts.handle.as_deref(), Some(&br#"{"a":1}"#[..]));
+    assert_eq!(facts.token_ids, Ids::Known(vec![1, 0, 0, 0]));
+    assert_eq!(facts.prompt_token_ids, Ids::Known(vec![2, 0, 0, 0]));
+}
+
+#[test]
+fn a_response_names_itself() {
+    for text in [
+        "data: {\"type\":\"response.created\",\"response\":{\"id\":\"r0\",\"object\":\"response\"}}\n\n\
+         data: {\"type\":\"response.completed\",\"response\":{\"object\":\"response\",\"id\":\"r1\"}}\n\n",
+        "data: {\"id\":\"r1\",\"object\":\"response\",\"usage\":{}}\n\n",
+    ] {
+        assert_eq!(shows(text, text).response_id.as_deref(), Some("r1"));
+    }
+    let chat = "data: {\"id\":\"c\",\"object\":\"chat.completion.chunk\",\"usage\":{}}\n\n";
+    assert_eq!(shows(chat, chat).response_id, None);
+}
+
+#[test]
 fn events_have_a_limit() {
     let event = b"data: 0123456789\n\n";
     for reads in [
@@ -199,7 +293,7 @@ fn events_have_a_limit() {
         );
         assert!(out.is_empty());
         // Observing goes on, without reading that event.
-        let mut scanner = Scanner::new(Mode::Observe, 15);
+        let mut scanner = Scanner::new(Rules::observe(), 15);
         assert!(
             reads
                 .iter()
@@ -220,7 +314,7 @@ fn deep_nesting_costs_nothing() {
     );
     let mut facts = Facts::default();
     assert_eq!(
-        inspect(deep.as_bytes(), &Hidden::default(), &mut facts),
+        inspect(deep.as_bytes(), &Rules::default(), &mut facts),
         Verdict::Keep
     );
     assert_eq!(facts.prompt_tokens, Some(1));
@@ -251,12 +345,12 @@ fn reads_on_boundaries_go_on_as_they_came_and_others_are_framed_anew() {
 fn a_document_is_read_however_it_comes() {
     let body = br#"{"usage":{"prompt_tokens":3,"completion_tokens":4}}"#;
     for cut in 0..=body.len() {
-        let mut document = Document::new(LIMIT);
+        let mut document = Document::new(Rules::observe(), LIMIT);
         document.feed(&body[..cut]);
         document.finish(&body[cut..]);
         assert_eq!(document.facts().completion_tokens, Some(4));
     }
-    let mut document = Document::new(body.len() - 1);
+    let mut document = Document::new(Rules::observe(), body.len() - 1);
     document.finish(body);
     assert_eq!(document.facts(), &Facts::default());
 }
@@ -304,7 +398,7 @@ proptest! {
                 response.remove("kv_transfer_params");
             }
         }
-        let (shown, _) = Document::take_hidden(text.as_bytes(), &Hidden::default()).expect("valid JSON");
+        let (shown, _) = Document::take_hidden(text.as_bytes(), &Rules::default()).expect("valid JSON");
         let shown = shown.unwrap_or_else(|| text.clone().into_bytes());
         prop_assert_eq!(serde_json::from_slice::<Value>(&shown).expect("still JSON"), Value::from(expected));
     }
@@ -318,7 +412,7 @@ proptest! {
         let whole = scan(hiding(), &[&stream]);
         let (first, second) = stream.split_at(cut.index(stream.len() + 1));
         prop_assert_eq!(scan(hiding(), &[first, second]), whole);
-        prop_assert_eq!(scan(Mode::Observe, &[first, second]).0, stream);
+        prop_assert_eq!(scan(Rules::observe(), &[first, second]).0, stream);
     }
 }
 
@@ -328,7 +422,7 @@ fn serde_agrees_on_the_handle() {
     let body =
         json!({"choices": [{"finish_reason": "stop"}], "kv_transfer_params": handle}).to_string();
     let (shown, facts) =
-        Document::take_hidden(body.as_bytes(), &Hidden::default()).expect("valid JSON");
+        Document::take_hidden(body.as_bytes(), &Rules::default()).expect("valid JSON");
     assert_eq!(
         serde_json::from_slice::<Value>(&facts.handle.expect("found")).expect("JSON"),
         handle

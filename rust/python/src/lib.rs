@@ -3,6 +3,7 @@
 mod body;
 mod chain;
 mod relay;
+mod tap;
 
 use pyo3::prelude::*;
 
@@ -15,7 +16,9 @@ mod _core {
     use crate::chain::chain_blocks;
 
     #[pymodule_export]
-    use crate::relay::{EngineResponse, Tap, hide_in_document};
+    use crate::relay::EngineResponse;
+    #[pymodule_export]
+    use crate::tap::{Tap, hide_in_document};
 
     #[pymodule_export]
     const DEBUG_BUILD: bool = cfg!(debug_assertions);

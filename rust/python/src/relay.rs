@@ -4,70 +4,13 @@ use kvroute_core::http1::{
     Body, ClientFraming, ClientHead, Framing, Head, HeadParser, is_field, write_head,
 };
 use kvroute_core::relay::{Forward, Relay, RelayError, State, Watch};
-use kvroute_core::sse::{Document, Facts, Hidden, Mode, Scanner};
+use kvroute_core::sse::{Document, Scanner};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
-/// What an engine's answer told. See the stub for the meaning of each attribute.
-#[pyclass(module = "kvroute._core", frozen)]
-pub struct Tap(Facts);
-
-#[pymethods]
-impl Tap {
-    #[getter]
-    fn handle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        self.0
-            .handle
-            .as_deref()
-            .map(|handle| PyBytes::new(py, handle))
-    }
-
-    #[getter]
-    fn prompt_tokens(&self) -> Option<u64> {
-        self.0.prompt_tokens
-    }
-
-    #[getter]
-    fn completion_tokens(&self) -> Option<u64> {
-        self.0.completion_tokens
-    }
-
-    #[getter]
-    fn finish_reason(&self) -> Option<&str> {
-        self.0.finish_reason.as_deref()
-    }
-
-    #[getter]
-    fn error(&self) -> bool {
-        self.0.error
-    }
-
-    #[getter]
-    fn done(&self) -> bool {
-        self.0.done
-    }
-
-    /// Without the handle: it has addresses in it.
-    fn __repr__(&self) -> String {
-        let Facts {
-            handle,
-            prompt_tokens,
-            completion_tokens,
-            finish_reason,
-            error,
-            done,
-        } = &self.0;
-        let handle = handle.as_ref().map_or("None".to_owned(), |handle| {
-            format!("<{} bytes>", handle.len())
-        });
-        format!(
-            "Tap(handle={handle}, prompt_tokens={prompt_tokens:?}, completion_tokens={completion_tokens:?}, \
-             finish_reason={finish_reason:?}, error={error}, done={done})"
-        )
-    }
-}
+use crate::tap::{Tap, rules};
 
 type Fields = Vec<(PyBackedBytes, PyBackedBytes)>;
 
@@ -193,7 +136,7 @@ impl EngineResponse {
         self.start(py, Vec::new(), Watch::Nothing, ClientFraming::UntilClose)
     }
 
-    #[pyo3(signature = (*, http_1_1, keep_alive, hide, set, default, event_default, max_event_bytes))]
+    #[pyo3(signature = (*, http_1_1, keep_alive, hide, token_ids=None, set, default, event_default, max_event_bytes))]
     #[expect(
         clippy::too_many_arguments,
         clippy::needless_pass_by_value,
@@ -205,19 +148,20 @@ impl EngineResponse {
         http_1_1: bool,
         keep_alive: bool,
         hide: Option<Vec<String>>,
+        token_ids: Option<&str>,
         set: Fields,
         mut default: Fields,
         event_default: Fields,
         max_event_bytes: usize,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let head = self.head()?;
-        let hides = hide.is_some();
+        let rules = rules(hide.unwrap_or_default(), token_ids)?;
+        let hides = !rules.only_observe();
         let watch = if head.is_plain("text/event-stream") {
             default.extend(event_default);
-            let mode = hide.map_or(Mode::Observe, |names| Mode::Hide(Hidden::new(names)));
-            Watch::Events(Scanner::new(mode, max_event_bytes))
+            Watch::Events(Scanner::new(rules, max_event_bytes))
         } else if head.is_plain("application/json") {
-            Watch::Document(Document::new(max_event_bytes))
+            Watch::Document(Document::new(rules, max_event_bytes))
         } else {
             Watch::Nothing
         };
@@ -328,7 +272,11 @@ impl EngineResponse {
     }
 
     fn tap(&self) -> Option<Tap> {
-        self.relay.as_ref().and_then(Relay::facts).cloned().map(Tap)
+        self.relay
+            .as_ref()
+            .and_then(Relay::facts)
+            .cloned()
+            .map(Tap::from)
     }
 }
 
@@ -400,17 +348,4 @@ fn borrowed(fields: &Fields) -> Vec<(&[u8], &[u8])> {
         .iter()
         .map(|(name, value)| (&name[..], &value[..]))
         .collect()
-}
-
-/// Takes hidden members out of an answer that is one JSON document.
-#[pyfunction]
-pub fn hide_in_document<'py>(
-    py: Python<'py>,
-    body: Bound<'py, PyBytes>,
-    hide: Vec<String>,
-) -> PyResult<(Bound<'py, PyBytes>, Tap)> {
-    let (edited, facts) = Document::take_hidden(body.as_bytes(), &Hidden::new(hide))
-        .map_err(|error| PyValueError::new_err(error.to_string()))?;
-    let shown = edited.map_or(body, |bytes| PyBytes::new(py, &bytes));
-    Ok((shown, Tap(facts)))
 }

@@ -1,6 +1,6 @@
 //! An answer that is one JSON object.
 
-use super::{Facts, Hidden, Verdict, inspect};
+use super::{Cut, Facts, Rules, Verdict, inspect};
 
 /// Watches a body that goes on to the client while it comes, and reads it once it is whole.
 ///
@@ -11,17 +11,19 @@ pub struct Document {
     kept: Vec<u8>,
     limit: usize,
     overflowed: bool,
+    rules: Rules,
     facts: Facts,
 }
 
 impl Document {
-    /// A document of which at most `limit` bytes are kept.
+    /// A document of which at most `limit` bytes are kept. Nothing of it is hidden, whatever the rules say.
     #[must_use]
-    pub fn new(limit: usize) -> Self {
+    pub fn new(rules: Rules, limit: usize) -> Self {
         Self {
             kept: Vec::new(),
             limit,
             overflowed: false,
+            rules,
             facts: Facts::default(),
         }
     }
@@ -40,13 +42,10 @@ impl Document {
     pub fn finish(&mut self, last: &[u8]) {
         if !self.kept.is_empty() || last.len() > self.limit {
             self.feed(last);
-            inspect(
-                &std::mem::take(&mut self.kept),
-                &Hidden::nothing(),
-                &mut self.facts,
-            );
+            let kept = std::mem::take(&mut self.kept);
+            inspect(&kept, &self.rules, &mut self.facts);
         } else if !self.overflowed {
-            inspect(last, &Hidden::nothing(), &mut self.facts);
+            inspect(last, &self.rules, &mut self.facts);
         }
     }
 
@@ -61,14 +60,11 @@ impl Document {
     /// # Errors
     ///
     /// [`Unreadable`] if the body names a hidden member but is not JSON, so that it cannot be taken out.
-    pub fn take_hidden(
-        body: &[u8],
-        hidden: &Hidden,
-    ) -> Result<(Option<Vec<u8>>, Facts), Unreadable> {
+    pub fn take_hidden(body: &[u8], rules: &Rules) -> Result<(Option<Vec<u8>>, Facts), Unreadable> {
         let mut facts = Facts::default();
-        match inspect(body, hidden, &mut facts) {
+        match inspect(body, rules, &mut facts) {
             Verdict::Keep => Ok((None, facts)),
-            Verdict::Cut { cuts, .. } => Ok((Some(without(body, &cuts)), facts)),
+            Verdict::Edit { cuts, .. } => Ok((Some(Cut::make(&cuts, body)), facts)),
             Verdict::Unreadable => Err(Unreadable),
         }
     }
@@ -78,15 +74,3 @@ impl Document {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the answer is not valid JSON, so what must be hidden from the client cannot be taken out")]
 pub struct Unreadable;
-
-/// The text without these parts of it.
-pub(super) fn without(text: &[u8], cuts: &[std::ops::Range<usize>]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(text.len());
-    let mut at = 0;
-    for cut in cuts {
-        out.extend_from_slice(&text[at..cut.start]);
-        at = cut.end;
-    }
-    out.extend_from_slice(&text[at..]);
-    out
-}

@@ -1,21 +1,9 @@
 //! Server-sent events over reads that are cut anywhere.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
-use memchr::memchr2;
-
-use super::document::without;
-use super::{Facts, Hidden, Verdict, inspect};
-
-/// What the scanner may do with the bytes.
-#[derive(Clone, Debug)]
-pub enum Mode {
-    /// Every byte goes on at once; the scanner keeps a copy of an incomplete event only to read it.
-    Observe,
-    /// Only complete events go on, without the hidden members.
-    Hide(Hidden),
-}
+use super::event::{Fields, Lines};
+use super::{Cut, Facts, Rules, Verdict, inspect};
 
 /// What goes on to the client of a piece of the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,9 +23,13 @@ pub struct EventTooLarge {
 }
 
 /// Follows one event stream. Lines end with LF, CRLF or CR, also mixed; a blank line ends an event.
+///
+/// Where the rules only observe, every byte goes on at once, and a copy of an incomplete event is kept only to read it.
+/// Where they hide something, only complete events go on.
 #[derive(Debug)]
 pub struct Scanner {
-    mode: Mode,
+    rules: Rules,
+    hides: bool,
     limit: usize,
     /// The start of an event whose end has not come yet; empty while an observed event is above the limit.
     residue: Vec<u8>,
@@ -58,9 +50,10 @@ impl Scanner {
     /// A scanner at the start of a stream. `limit` is the most bytes of one event: above it, hiding fails and observing
     /// does not read that event.
     #[must_use]
-    pub fn new(mode: Mode, limit: usize) -> Self {
+    pub fn new(rules: Rules, limit: usize) -> Self {
         Self {
-            mode,
+            hides: !rules.only_observe(),
+            rules,
             limit,
             residue: Vec::new(),
             lines: Lines::default(),
@@ -78,7 +71,7 @@ impl Scanner {
     /// Whether what went on to the client so far ends with a whole event, so that one of the gateway's own may follow.
     #[must_use]
     pub fn at_boundary(&self) -> bool {
-        self.lines.event_bytes == 0 || matches!(self.mode, Mode::Hide(_))
+        self.lines.event_bytes == 0 || self.hides
     }
 
     /// Takes the next piece of the stream.
@@ -91,13 +84,11 @@ impl Scanner {
         if data.is_empty() {
             return Ok(Pass::Same);
         }
-        match self.mode {
-            Mode::Observe => {
-                self.observe(data);
-                Ok(Pass::Same)
-            }
-            Mode::Hide(_) => self.hide(data, out),
+        if self.hides {
+            return self.hide(data, out);
         }
+        self.observe(data);
+        Ok(Pass::Same)
     }
 
     /// The stream has ended. An event that no blank line ended is appended to `out`, as far as the client may see it:
@@ -109,7 +100,7 @@ impl Scanner {
             return;
         }
         let shown = self.read(&event);
-        if matches!(self.mode, Mode::Hide(_)) {
+        if self.hides {
             match shown {
                 Shown::Whole => out.extend_from_slice(&event),
                 Shown::Edited(text) => out.extend_from_slice(&text),
@@ -225,22 +216,17 @@ impl Scanner {
             self.facts.done = true;
             return Shown::Whole;
         }
-        let nothing;
-        let hidden = match &self.mode {
-            Mode::Hide(hidden) => hidden,
-            Mode::Observe => {
-                nothing = Hidden::nothing();
-                &nothing
-            }
-        };
-        match inspect(&text, hidden, &mut self.facts) {
+        if !self.rules.may_tell(&text) {
+            return Shown::Whole;
+        }
+        match inspect(&text, &self.rules, &mut self.facts) {
             Verdict::Keep => Shown::Whole,
-            Verdict::Cut {
+            Verdict::Edit {
                 rest_is_empty: true,
                 ..
             }
             | Verdict::Unreadable => Shown::Nothing,
-            Verdict::Cut { cuts, .. } => Shown::Edited(fields.with_data(&without(&text, &cuts))),
+            Verdict::Edit { cuts, .. } => Shown::Edited(fields.with_data(&Cut::make(&cuts, &text))),
         }
     }
 }
@@ -264,143 +250,5 @@ impl Same<'_> {
         if let Some(end) = self.end.take() {
             out.extend_from_slice(&self.data[..end]);
         }
-    }
-}
-
-/// Finds where events end.
-#[derive(Debug)]
-struct Lines {
-    /// Bytes of the event under way so far.
-    event_bytes: usize,
-    line_is_empty: bool,
-    /// The last byte was a CR: an LF now belongs to the same line end.
-    after_cr: bool,
-}
-
-impl Default for Lines {
-    fn default() -> Self {
-        Self {
-            event_bytes: 0,
-            line_is_empty: true,
-            after_cr: false,
-        }
-    }
-}
-
-impl Lines {
-    /// The first byte after the event under way, if its end is in `data[from..]`, which is not empty.
-    fn event_end(&mut self, data: &[u8], from: usize) -> Option<usize> {
-        let mut at = from;
-        if std::mem::take(&mut self.after_cr) && data[at] == b'\n' {
-            at += 1;
-        }
-        while let Some(length) = memchr2(b'\n', b'\r', &data[at..]) {
-            let blank = self.line_is_empty && length == 0;
-            let line_end = at + length;
-            at = line_end + 1;
-            if data[line_end] == b'\r' {
-                self.after_cr = at == data.len();
-                at += usize::from(data.get(at) == Some(&b'\n'));
-            }
-            self.line_is_empty = true;
-            if blank {
-                self.event_bytes += at - from;
-                return Some(at);
-            }
-        }
-        self.line_is_empty &= at == data.len();
-        self.event_bytes += data.len() - from;
-        None
-    }
-}
-
-/// The fields of one event that matter here.
-struct Fields<'a> {
-    event: &'a [u8],
-    name: &'a [u8],
-    /// Where the value of the first `data` line is.
-    data: Option<Range<usize>>,
-    /// Where those of further ones are: no engine sends any, but the format has them.
-    more: Vec<Range<usize>>,
-}
-
-impl<'a> Fields<'a> {
-    fn of(event: &'a [u8]) -> Self {
-        let mut fields = Self {
-            event,
-            name: b"",
-            data: None,
-            more: Vec::new(),
-        };
-        let mut at = if event.starts_with(b"\xef\xbb\xbf") {
-            3
-        } else {
-            0
-        };
-        while at < event.len() {
-            let end = memchr2(b'\n', b'\r', &event[at..]).map_or(event.len(), |length| at + length);
-            let line = &event[at..end];
-            let value = |name: usize| {
-                let start = (at + name + 1).min(end);
-                start + usize::from(event[start..end].first() == Some(&b' '))..end
-            };
-            if line.starts_with(b"data:") || line == b"data" {
-                match fields.data {
-                    None => fields.data = Some(value(4)),
-                    Some(_) => fields.more.push(value(4)),
-                }
-            } else if line.starts_with(b"event:") {
-                fields.name = &event[value(5)];
-            }
-            at = end + 1;
-        }
-        fields
-    }
-
-    /// The data of the event: its lines, with LF between them.
-    fn data(&self) -> Option<Cow<'a, [u8]>> {
-        let mut text = Cow::Borrowed(&self.event[self.data.clone()?]);
-        for line in &self.more {
-            text.to_mut().push(b'\n');
-            text.to_mut().extend_from_slice(&self.event[line.clone()]);
-        }
-        Some(text)
-    }
-
-    /// The event with this text as its data. All of its lines come where the first one was.
-    fn with_data(&self, text: &[u8]) -> Vec<u8> {
-        let event = self.event;
-        let Some(first) = &self.data else {
-            return event.to_vec();
-        };
-        let mut out = Vec::with_capacity(event.len());
-        out.extend_from_slice(&event[..first.start]);
-        let mut at = first.end;
-        for (index, line) in text.split(|&byte| byte == b'\n').enumerate() {
-            if index > 0 {
-                out.extend_from_slice(&event[at..line_after(event, at)]);
-                out.extend_from_slice(b"data: ");
-            }
-            out.extend_from_slice(line);
-        }
-        for line in &self.more {
-            let start = event[..line.start]
-                .iter()
-                .rposition(|byte| matches!(byte, b'\n' | b'\r'))
-                .map_or(0, |end| end + 1);
-            out.extend_from_slice(&event[at..start]);
-            at = line_after(event, line.end);
-        }
-        out.extend_from_slice(&event[at..]);
-        out
-    }
-}
-
-/// The first byte of the next line, where `at` is the end of one.
-fn line_after(event: &[u8], at: usize) -> usize {
-    match event[at..] {
-        [b'\r', b'\n', ..] => at + 2,
-        [b'\r' | b'\n', ..] => at + 1,
-        _ => at,
     }
 }
