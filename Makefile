@@ -8,7 +8,7 @@ ENGINE_PYTEST ?= tests/engine tests/conformance
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml | grep -v target)
 
-.PHONY: help dev test lint format soak bench wheel engine-env engine-test run run-engines clean
+.PHONY: help dev test verify-reuse lint format soak bench wheel engine-env engine-test run run-engines clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -33,6 +33,9 @@ test: dev ## all tests but those on real engines
 
 soak: dev ## ten minutes of conversations on simulated engines that fail at random
 	KVROUTE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/soak -s
+
+verify-reuse: dev ## 20,000 turns of changing conversations on simulated engines, every text compared with a cold run
+	$(BIN)/python -m tests.reuse
 
 lint: dev ## ruff, mypy, clippy, rustfmt
 	$(BIN)/ruff check

@@ -1,0 +1,225 @@
+"""Simulated fleets with the gateway before them, as benches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import aiohttp
+
+from kvroute.sim import EngineSpec, SimFleet
+from kvroute.upstream import UpstreamError
+from tests.support.gateway import Running, running, until
+
+from . import wire
+from .baselines import PATHS as BASELINE_PATHS
+from .baselines import Baseline, ExampleProxy, MessageRule, Post
+from .cold import Cold, SimulatedCold
+from .conversation import PATHS, Menu
+from .drive import THRESHOLD
+from .shapes import EVENTS, SHAPES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvroute.sim import Engine
+
+    from .conversation import Answer, Conversation, Request
+
+Way = Literal["engine", "engine_off", "message_rule", "example_proxy"]
+"""Who decides about handles: the gateway with a verifier, the same with its verification off, or a baseline."""
+
+MODEL, OTHER = "sim", "other"
+WAYS: tuple[Way, ...] = get_args(Way)
+VERIFYING: tuple[Way, ...] = ("engine",)
+BASELINES: dict[str, type[Baseline]] = {"message_rule": MessageRule, "example_proxy": ExampleProxy}
+
+HELD_CONVERSATIONS = 20
+"""Conversations that end before time passes and the engines give up what they held for them."""
+
+HARMLESS = frozenset({"read_failed"})
+"""What engines note of reads that were declined: an expired handle, a holder that restarted."""
+
+CHAT = {"first": 0, "grow": 8, **dict.fromkeys(SHAPES.keys() - {"grow", *EVENTS}, 2), **dict.fromkeys(EVENTS, 1)}
+EVERYTHING = Menu(
+    shapes={name: CHAT[name] for name in SHAPES},
+    kinds={"chat": 8, "completions": 1, "token_ids": 2},
+    model=MODEL,
+    models=(OTHER,),
+    loras=("adapter-a", "adapter-b"),
+)
+QUIET = replace(EVERYTHING, shapes={name: weight for name, weight in EVERYTHING.shapes.items() if name not in EVENTS})
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A kind of fleet.
+
+    Attributes:
+        row: Under which its turns are counted, None: each under its shape.
+        menu: What conversations are made of.
+        weight: Of all conversations, how many take place here.
+        exact: Whether every whole block that is equal must be read back.
+        together: Conversations that take turns.
+        prefill: Members of the prefill engines.
+        decode: Members of the decode engines.
+        settings: Of the gateway, as ``section__member``.
+    """
+
+    row: str | None
+    menu: Menu
+    weight: int
+    exact: bool = False
+    together: int = 1
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+WORLDS: dict[str, World] = {
+    "plain": World(None, EVERYTHING, 12, exact=True),
+    "cached": World(
+        "prefill engine with a prefix cache of 2,048 tokens",
+        QUIET,
+        2,
+        together=8,
+        prefill={"prefix_caching": True, "num_gpu_blocks": 128, "max_model_len": 2000},
+    ),
+    "apis": World("responses and messages", replace(QUIET, kinds={"responses": 1, "messages": 1}), 2),
+    "unnamed": World("without a conversation id", replace(QUIET, unnamed=1.0), 1, together=3),
+}
+
+
+class SimulatedBench:
+    """A simulated fleet, and the gateway or a baseline before it.
+
+    Args:
+        world: What fleet it is.
+        fleet: It runs.
+        client: Connections.
+        gateway: None with a baseline.
+        baseline: None with the gateway.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        fleet: SimFleet,
+        client: aiohttp.ClientSession,
+        *,
+        gateway: Running | None = None,
+        baseline: type[Baseline] | None = None,
+    ) -> None:
+        self.menu = world.menu
+        self.row = world.row
+        self.block_size = 16 if world.exact and gateway is not None else None
+        self._fleet = fleet
+        self._client = client
+        self._gateway = gateway
+        self._baseline = baseline(self._poster("p"), self._poster("d")) if baseline is not None else None
+        self._cold = SimulatedCold(engine.spec for engine in fleet)
+        self._ended = 0
+
+    def takes(self, talk: Conversation) -> bool:
+        """Baselines know fewer APIs."""
+        return self._baseline is None or PATHS[talk.kind] in BASELINE_PATHS
+
+    async def send(self, request: Request) -> Answer:
+        """Ask."""
+        if self._baseline is not None:
+            return await self._baseline.send(request)
+        assert self._gateway is not None
+        status, raw = await self._post(self._gateway.url + request.path, request.body, request.headers)
+        return wire.read(status, raw, stream=request.body["stream"])
+
+    def _poster(self, suffix: str) -> Post:
+        async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+            model = OTHER if body["model"] == OTHER else MODEL
+            return await self._post(self._fleet[f"{model}-{suffix}"].url + path, body)
+
+        return post
+
+    async def _post(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        async with self._client.post(url, json=body, headers=headers) as answer:
+            return answer.status, await answer.read()
+
+    async def cold(self, request: Request) -> Cold:
+        """Compute."""
+        return await self._cold.run(request)
+
+    def reused(self) -> int:
+        """As prefill engines count."""
+        return sum(
+            core.stats.by_source["external_kv_transfer"]
+            for engine in self._fleet
+            if engine.spec.role == "prefill"
+            for core in engine.cores
+        )
+
+    def crossed(self) -> int:
+        """As engines note."""
+        return self.violations()["other_salt"]
+
+    def violations(self) -> Counter[str]:
+        """What was done to the engines that should not have been, by kind."""
+        return Counter(violation.kind for engine in self._fleet for violation in engine.violations)
+
+    async def disturb(self, event: str) -> None:
+        """Let handles expire, or restart all engines of a role and wait until the gateway knows."""
+        if event == "expire":
+            self._fleet.advance(481)
+            return
+        role = event.removeprefix("restart_")
+        for engine in self._fleet:
+            if engine.spec.role == role:
+                await self._restart(engine)
+
+    async def _restart(self, engine: Engine) -> None:
+        if self._gateway is None:
+            await engine.restart()
+            return
+        endpoint = self._gateway.endpoint(engine.url)
+        epoch = endpoint.epoch
+        await engine.restart()
+        error = UpstreamError("reset", engine.url, "restarted", request_sent=False)
+        self._gateway.gateway.monitor.suspect(endpoint, error)
+        await until(lambda: endpoint.epoch != epoch and endpoint.healthy)
+
+    def end(self) -> None:
+        """A conversation is over: let time pass now and then, or what nobody reads back fills the decode engines."""
+        self._ended += 1
+        if self._ended % HELD_CONVERSATIONS == 0:
+            self._fleet.advance(481)
+
+
+def specs(world: World, way: Way) -> list[EngineSpec]:
+    """The engines of a world: a pair for each of two models."""
+    made = []
+    for model in (MODEL, OTHER):
+        shared: dict[str, Any] = {"model": model, "recompute_threshold": THRESHOLD, "plugin": way not in BASELINES}
+        if model == MODEL:
+            shared["loras"] = world.menu.loras
+        prefill = {"prefix_caching": False, "verify": way != "engine_off"} | shared | world.prefill
+        made.append(EngineSpec(f"{model}-p", "prefill", **prefill))
+        made.append(EngineSpec(f"{model}-d", "decode", **(shared | world.decode)))
+    return made
+
+
+@asynccontextmanager
+async def simulated(world: World, way: Way) -> AsyncIterator[SimulatedBench]:
+    """Run a world's fleet and what decides before it."""
+    settings: dict[str, Any] = {"health__interval_seconds": 600} | world.settings
+    if way == "engine_off":
+        settings |= {"conversations__verify": "off", "conversations__allow_wrong_answers": "true"}
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(SimFleet(specs(world, way), time_scale=0))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        if way in BASELINES:
+            yield SimulatedBench(world, fleet, client, baseline=BASELINES[way])
+            return
+        gateway = await stack.enter_async_context(
+            running(prefill=fleet.urls("prefill"), decode=fleet.urls("decode"), **settings)
+        )
+        yield SimulatedBench(world, fleet, client, gateway=gateway)
