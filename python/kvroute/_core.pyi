@@ -1,5 +1,5 @@
 # ruff: noqa: PYI021, A002 - the binding is documented here, where editors look; `set` reads best at its call
-"""The compiled part of kvroute: request bodies as bytes, chain hashes of token blocks, and responses."""
+"""The compiled part of kvroute: request bodies as bytes, chain hashes of token blocks, responses, and the KV policy."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, final
@@ -10,6 +10,9 @@ __all__ = [
     "BodyError",
     "Edits",
     "EngineResponse",
+    "LoadDecision",
+    "QueueGate",
+    "SelectivePolicy",
     "Tap",
     "chain_blocks",
     "hide_in_document",
@@ -304,3 +307,103 @@ def hide_in_document(
     Raises:
         ValueError: The body names a hidden member but is not JSON, so that it cannot be taken out.
     """
+
+@final
+class QueueGate:
+    """The smoothed waiting queue of one engine, which stops loads while it is long.
+
+    An exponentially weighted mean of `vllm:num_requests_waiting` with a half-life of 2 s between samples. It closes at
+    a mean of `max_waiting_requests` and opens again at half of it. Safe to use from several threads, without locks. It
+    belongs to an endpoint and leaves with it.
+
+    Args:
+        max_waiting_requests: The limit; 0 is no gate.
+        max_age_seconds: Age at which a sample says nothing any more; the next one starts the mean anew.
+
+    Raises:
+        ValueError: `max_age_seconds` is negative or no number.
+        OverflowError: `max_waiting_requests` is negative or not below 2**32.
+    """
+
+    def __new__(cls, max_waiting_requests: int, max_age_seconds: float) -> QueueGate: ...
+    def observe(self, waiting: float, at: float) -> bool:
+        """Takes a sample; every sample of an engine belongs here, whether or not a request needs the gate.
+
+        Args:
+            waiting: Requests that wait.
+            at: When they were counted, in seconds of a monotonic clock.
+
+        Returns:
+            Whether it counted: not if `waiting` or `at` is negative or no number, nor if it is older than the last one.
+        """
+    def state(self, now: float) -> Literal["off", "unsampled", "stale", "open", "closed"]:
+        """What the gate says at `now`, in seconds of the same clock. Only `closed` stops a load."""
+    def age(self, now: float) -> float | None:
+        """Seconds since the last sample; `None` without one."""
+    @property
+    def mean(self) -> float | None:
+        """The smoothed number of waiting requests as of the last sample; `None` without one."""
+
+@final
+class SelectivePolicy:
+    """The selective KV policy: may a request load KV from outer tiers, and may it offload there?
+
+    Args:
+        load_policy: `preserve` leaves the client's `max_load_tokens`, `disable` sets 0, `threshold` takes it out or
+            sets 0.
+        offload_policy: `preserve` leaves the client's `max_offload_tokens`, `disable` sets 0.
+        min_external_reusable_tokens: For `threshold`: fewer tokens outside of the GPU are not worth a load.
+
+    Raises:
+        ValueError: A word is unknown, both policies preserve, or `threshold` has no minimum.
+        OverflowError: The minimum is negative.
+    """
+
+    def __new__(
+        cls, *, load_policy: str = "preserve", offload_policy: str = "preserve", min_external_reusable_tokens: int = 0
+    ) -> SelectivePolicy: ...
+    def decide(
+        self,
+        prompts: Sequence[Mapping[str, int]] | None,
+        *,
+        gate: QueueGate | None = None,
+        now: float = 0.0,
+        client: dict[str, object] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> LoadDecision:
+        """Decides about one request for the engine that will load: the prefill engine in P/D.
+
+        Args:
+            prompts: For each prompt, how many of its tokens each tier of that engine holds as a prefix, by the tier's
+                name: `GPU`, `CPU`, `STORAGE`, `STORAGE/REMOTE`, later ones as they are. What is absent is 0, so an
+                empty mapping is evidence of nothing to load. `SPECULATIVE` never counts. `None` is no evidence, and so
+                is a count that is negative or longer than its prompt: loads are then left to the client.
+            gate: Of the same engine; `None` for no gate.
+            now: Seconds of the gate's clock.
+            client: The client's `kv_transfer_params` as parsed JSON. `kv_load_tiers` says which tiers count, read as
+                vLLM reads it: the CPU tier always does. A positive `max_load_tokens` caps what counts, and stays where
+                loading is allowed; a 0 is taken out then. Forbidding overrides either.
+            lengths: The prompts' lengths in tokens.
+
+        Raises:
+            ValueError: `lengths` has not one entry for each prompt.
+        """
+
+@final
+class LoadDecision:
+    """What the policy decided for one request."""
+
+    @property
+    def edits(self) -> dict[str, Literal[0] | None]:
+        """What changes in `kv_transfer_params`: 0 to be set, `None` to be taken out. Empty: the body is not touched."""
+    @property
+    def reason(
+        self,
+    ) -> Literal["preserved", "disabled", "allowed", "below_threshold", "client_cap", "gate_closed", "no_evidence"]:
+        """Why loads were decided as they were. `preserved` and `no_evidence` leave them to the client."""
+    @property
+    def external_tokens(self) -> int | None:
+        """Tokens that the engine could load: of each prompt the best permitted tier beyond the GPU, summed."""
+    @property
+    def gate(self) -> Literal["off", "unsampled", "stale", "open", "closed"]:
+        """What the gate said."""

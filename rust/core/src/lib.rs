@@ -3,6 +3,9 @@
 
 pub mod body;
 pub mod chain;
+pub mod gate;
 pub mod http1;
+pub mod policy;
 pub mod relay;
 pub mod sse;
+pub mod tiers;

@@ -3,6 +3,7 @@
 mod body;
 mod chain;
 mod relay;
+mod selective;
 mod tap;
 
 use pyo3::prelude::*;
@@ -17,6 +18,8 @@ mod _core {
 
     #[pymodule_export]
     use crate::relay::EngineResponse;
+    #[pymodule_export]
+    use crate::selective::{LoadDecision, QueueGate, SelectivePolicy};
     #[pymodule_export]
     use crate::tap::{Tap, hide_in_document};
 
