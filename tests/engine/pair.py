@@ -30,7 +30,11 @@ def main() -> None:
     parser.add_argument("--installed", action="store_true", help="do not install this checkout's kvroute again")
     options = parser.parse_args()
 
-    python = environment.interpreter(environment.engine_home()) if options.installed else environment.ensure()
+    python = (
+        environment.interpreter(environment.engine_home(environment.vllm_release()))
+        if options.installed
+        else environment.ensure()
+    )
     prefill = replace(
         PREFILL,
         port=options.prefill_port,

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvroute.verify.digests import read_record
+from kvroute.verify.digests import TokenDigests, sequence_keys
+from kvroute.verify.record import read_record
 from kvroute.vllm_plugin import scheduler
-from kvroute.vllm_plugin.scheduler import held_tokens, sequence_digests
+from kvroute.vllm_plugin.scheduler import held_tokens, request_digests
 
 BLOCK = 4
 
@@ -19,14 +20,6 @@ class Status(enum.IntEnum):
     RUNNING = 0
     FINISHED_STOPPED = 1
     FINISHED_ABORTED = 2
-
-
-def block_keys(request: Any, start: int, end: int, media: int) -> tuple[Any, int]:
-    """vLLM's extra keys, as far as they matter here."""
-    keys = [("lora", request.lora)] if request.lora else []
-    keys += [("mm", f.identifier) for f in request.mm_features if f.mm_position.offset < end]
-    keys += [("cache_salt", request.salt)] if start == 0 and request.salt else []
-    return tuple(keys) or None, media
 
 
 class Request(SimpleNamespace):
@@ -43,8 +36,8 @@ class Request(SimpleNamespace):
             num_in_flight_tokens=0,
             prompt_embeds=None,
             mm_features=[],
-            lora=None,
-            salt=None,
+            lora_request=None,
+            cache_salt=None,
             status=Status.FINISHED_STOPPED,
             kv_transfer_params=None,
         )
@@ -91,8 +84,8 @@ class Connector:
         return (count - num_computed_tokens, True) if count > num_computed_tokens else (0, False)
 
 
-finish = scheduler.wrap_request_finished(Connector.request_finished, block_keys)
-match = scheduler.wrap_get_num_new_matched_tokens(Connector.get_num_new_matched_tokens, block_keys)
+finish = scheduler.wrap_request_finished(Connector.request_finished)
+match = scheduler.wrap_get_num_new_matched_tokens(Connector.get_num_new_matched_tokens)
 DECODE_LEG = {"do_remote_prefill": False, "do_remote_decode": False, "_remote_blocks_processed": True}
 
 
@@ -113,8 +106,9 @@ def prefilled(request: Any, connector: Any) -> dict[str, Any]:
 
 
 def test_a_handle_covers_every_token_but_the_last_sampled_one() -> None:
-    digests, groups = read_record(decoded(list(range(9)), [50, 51, 52])["kvroute"])
-    assert (digests.tokens, groups) == (11, 1)
+    record = read_record(decoded(list(range(9)), [50, 51, 52])["kvroute"])
+    assert (record.tokens, record.groups, record.full_attention) == (11, 1, True)
+    assert record.covers(TokenDigests([*range(9), 50, 51, 52]), 12)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +150,22 @@ def test_an_edited_history_is_not_read() -> None:
     assert prefilled(request, connector)["reason"] == "diverged"
 
 
-@pytest.mark.parametrize("change", [{"lora": "b"}, {"salt": "b"}, {"lora": None}, {"salt": None}])
+def lora(name: str, path: str) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lora_request": lora("b", "/a")},
+        {"lora_request": lora("a", "/b")},
+        {"lora_request": None},
+        {"cache_salt": "b"},
+        {"cache_salt": None},
+    ],
+)
 def test_equal_tokens_with_other_keys_are_not_read(change: dict[str, Any]) -> None:
-    keys: dict[str, Any] = {"lora": "a", "salt": "a"}
+    keys: dict[str, Any] = {"lora_request": lora("a", "/a"), "cache_salt": "a"}
     params = decoded(list(range(9)), [50, 51, 52], **keys)
     prompt = [*range(9), 50, 51, 52, 60]
     assert match(Connector(), Request(prompt, kv_transfer_params=dict(params), **keys), 0) == (11, True)
@@ -216,8 +223,25 @@ def test_a_failure_of_ours_costs_the_reuse_and_nothing_else(caplog: pytest.LogCa
 
 def test_prompt_embeddings_get_no_digests_and_read_nothing() -> None:
     with pytest.raises(ValueError, match="do not determine"):
-        sequence_digests(Request([0] * 9, prompt_embeds=object()), 4, BLOCK, block_keys)
+        request_digests(Request([0] * 9, prompt_embeds=object()), 4)
     assert "kvroute" not in decoded([0] * 9, [1, 2], prompt_embeds=object())
+
+
+def test_a_prompt_that_changed_while_it_waited_is_digested_anew() -> None:
+    request = Request(list(range(9)))
+    request_digests(request, 9)
+    request.all_token_ids, request.num_prompt_tokens = [99, *range(1, 12)], 12
+    keys = sequence_keys()
+    assert request_digests(request, 12).digest(12) == TokenDigests([99, *range(1, 12)], keys).digest(12)
+
+
+def test_what_is_digested_at_the_match_is_kept_for_the_end() -> None:
+    request = Request([*range(12), 60], [70], kv_transfer_params=decoded(list(range(9)), [9, 10, 11]))
+    connector = Connector()
+    match(connector, request, 0)
+    before = request_digests(request, 5)
+    finish(connector, request, [[1]])
+    assert request_digests(request, 5) is before
 
 
 @pytest.mark.parametrize(
@@ -309,7 +333,7 @@ def test_another_prompt_on_the_decode_engine_is_computed_there(
     assert request.kv_transfer_params["do_remote_prefill"] is True
 
 
-def test_a_decode_engine_with_other_blocks_checks_the_seal_with_the_prefill_engines() -> None:
+def test_a_decode_engine_with_other_blocks_checks_the_seal_all_the_same() -> None:
     params = handed_over(list(range(9)))
     assert match(Connector(block_size=3), Request(list(range(9)), kv_transfer_params=params), 0) == (9, True)
 

@@ -25,12 +25,6 @@ class Scheduler:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: Any) -> Any: ...
 
 
-def generate_block_hash_extra_keys(
-    request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
-) -> tuple[None, int]:
-    return None, start_mm_idx
-
-
 class Chat:
     async def chat_completion_stream_generator(  # noqa: PLR0917 - vLLM's signature
         self,
@@ -75,7 +69,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "vllm", package)
     for target, owner in (
         (WRAPS.request_finished, type("NixlPullConnectorScheduler", (Scheduler,), dict(vars(Scheduler)))),
-        (WRAPS.block_keys, generate_block_hash_extra_keys),
         (WRAPS.chat_stream, type("OpenAIServingChat", (Chat,), dict(vars(Chat)))),
         (WRAPS.completion_stream, type("OpenAIServingCompletion", (Completion,), dict(vars(Completion)))),
     ):

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.verify.digests import prefix_digests, write_record
+from kvroute.verify.digests import TokenDigests
+from kvroute.verify.record import write_record
 from kvroute.verify.trim import HANDLE_MEMBERS, EngineShape, Verdict, decide, is_handle
 
 BLOCK = 4
@@ -34,13 +35,13 @@ def handle(tokens: list[int], held: int | None = None, claimed: int | None = Non
         "remote_num_tokens": claimed,
         "remote_blocks_expiry_time": 1.5,
         "later_member": {"kept": True},
-        "kvroute": write_record(prefix_digests(tokens[:held], BLOCK), groups),
+        "kvroute": write_record(TokenDigests(tokens), held, BLOCK, groups, full_attention=groups == 1),
     }
 
 
 def judge(params: dict[str, Any], prompt: list[int], engine: EngineShape = ENGINE) -> Verdict:
     before = copy.deepcopy(params)
-    verdict = decide(params, len(prompt), engine, lambda tokens: prefix_digests(prompt[:tokens], BLOCK))
+    verdict = decide(params, len(prompt), engine, lambda: TokenDigests(prompt))
     assert params == before, "the request's own parameters were changed"
     assert verdict.params["later_member"] == {"kept": True}
     return verdict

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import kvroute
-from kvroute.verify.digests import SCHEME, PrefixDigests, encode_keys, prefix_digests, write_record, write_seal
+from kvroute.verify.digests import SCHEME, TokenDigests, sequence_keys
+from kvroute.verify.record import write_record, write_seal
 from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ class Plugin:
             notifies=spec.bidirectional,
         )
 
-    def digests(self, sequence: Sequence, tokens: int, block_size: int) -> PrefixDigests:
+    def digests(self, sequence: Sequence, tokens: int) -> TokenDigests:
         """Digests of a sequence's first ``tokens`` tokens."""
-        extra = {0: encode_keys(sequence.extra_keys)} if sequence.extra_keys else None
-        return prefix_digests(sequence.tokens[:tokens], block_size, extra)
+        # An adapter's path is its name here.
+        lora = (sequence.lora, sequence.lora) if sequence.lora else None
+        return TokenDigests(sequence.tokens[:tokens], sequence_keys(sequence.salt, lora))
 
     def before_match(self, sequence: Sequence) -> None:
         """On a prefill engine: check a decode engine's handle before the connector believes it."""
@@ -62,7 +64,7 @@ class Plugin:
             params,
             sequence.prompt_tokens,
             self._shape,
-            lambda tokens: self.digests(sequence, tokens, self._spec.block_size),
+            lambda: self.digests(sequence, sequence.prompt_tokens),
         )
         sequence.params = sequence.verdict.params
 
@@ -72,10 +74,7 @@ class Plugin:
         if not self.active or not self._spec.verify or seal is None:
             return True
         if sequence.seal_holds is None:
-            try:
-                sequence.seal_holds = seal == write_seal(self.digests(sequence, tokens, seal["block_size"]))
-            except (TypeError, KeyError, ValueError):
-                sequence.seal_holds = False
+            sequence.seal_holds = seal == write_seal(self.digests(sequence, tokens), tokens)
         return sequence.seal_holds
 
     def wants_hold(self, sequence: Sequence) -> bool:
@@ -98,11 +97,11 @@ class Plugin:
             }
         tokens = min(len(sequence.tokens) - 1, sequence.computed, handle["remote_num_tokens"])
         if tokens > 0:
-            digests = self.digests(sequence, tokens, self._spec.block_size)
+            digests = self.digests(sequence, tokens)
             if handle["do_remote_decode"]:
-                handle["kvroute"] = write_record(digests, 1)
+                handle["kvroute"] = write_record(digests, tokens, self._spec.block_size, 1, full_attention=True)
             else:
-                handle["kvroute_prompt"] = write_seal(digests)
+                handle["kvroute_prompt"] = write_seal(digests, tokens)
 
     def capabilities(self, instance: str, engine_ids: list[str]) -> dict[str, Any]:
         """What ``GET /kvroute/capabilities`` answers, as `kvroute.vllm_plugin.endpoint.describe` writes it."""

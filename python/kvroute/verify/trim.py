@@ -11,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvroute.verify.digests import PrefixDigests, RecordError, read_record
+from kvroute.verify.record import Record, RecordError, read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from kvroute.verify.digests import TokenDigests
 
 Outcome = Literal["hit", "trimmed", "refused", "unverified"]
 
@@ -38,7 +40,7 @@ class EngineShape:
         block_size: Tokens per block.
         groups: KV cache groups.
         trimmable: One full-attention group without context parallelism: any block-aligned prefix of its blocks is a
-            complete cache of that prefix.
+            complete cache of that prefix. A record that says otherwise of its writer wins.
         readable: False when not even a whole sequence may be read, because the layout was never shown to be right
             (context parallelism, recurrent state).
         min_tokens: The engine's ``kv_recompute_threshold``: below it, recomputing is cheaper.
@@ -75,11 +77,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A handle whose members were checked."""
+    """A handle whose members were checked.
+
+    Attributes:
+        blocks: Ids of the holder's blocks, a list per group.
+        record: Whose KV they hold.
+        trimmable: Neither engine is known to need the whole of it.
+    """
 
     blocks: list[list[int]]
-    count: int
-    digests: PrefixDigests
+    record: Record
+    trimmable: bool
 
 
 def is_handle(params: Mapping[str, Any] | None) -> bool:
@@ -91,7 +99,7 @@ def decide(
     params: Mapping[str, Any],
     prompt_tokens: int,
     engine: EngineShape,
-    digest_prompt: Callable[[int], PrefixDigests],
+    prompt: Callable[[], TokenDigests],
 ) -> Verdict:
     """Decide what of a handle may be read for a prompt. Whatever is unknown is refused.
 
@@ -99,37 +107,35 @@ def decide(
         params: The request's ``kv_transfer_params``; never changed.
         prompt_tokens: Length of the prompt.
         engine: Of the prefill engine.
-        digest_prompt: Computes the digests of the prompt's first n tokens.
+        prompt: Makes the prompt's digests; called only for a handle that could be read.
     """
     try:
         offer = _read_offer(params, engine)
     except RecordError as error:
         return refuse(params, error.reason, engine)
     # One prompt token at least is left to compute, for the logits that follow it.
-    ours = digest_prompt(min(offer.digests.tokens, prompt_tokens - 1))
-    if engine.trimmable:
-        return _trim(params, offer, ours, engine)
+    limit = prompt_tokens - 1
+    if offer.trimmable:
+        return _trim(params, offer, offer.record.common_tokens(prompt(), limit), limit, engine)
     # The blocks of a sliding window or a hybrid model end where the holder's sequence ends: all of it or nothing.
-    if ours != offer.digests:
+    if not offer.record.covers(prompt(), limit):
         return refuse(params, "diverged", engine)
-    return Verdict("hit", "ok", offer.count, offer.count, dict(params))
+    return Verdict("hit", "ok", offer.record.tokens, offer.record.tokens, dict(params))
 
 
-def _trim(params: Mapping[str, Any], offer: _Offer, ours: PrefixDigests, engine: EngineShape) -> Verdict:
+def _trim(params: Mapping[str, Any], offer: _Offer, common: int, limit: int, engine: EngineShape) -> Verdict:
     """Cut a handle down to what is equal, in whole blocks, or keep all of it when all is equal."""
-    theirs = offer.digests
-    whole = ours == theirs
-    comparable = ours.tokens // engine.block_size * engine.block_size
-    verified = theirs.tokens if whole else ours.common_blocks(theirs) * engine.block_size
+    record = offer.record
+    whole = common == record.tokens
     # A prompt that ends before the holder's sequence does (a regenerated turn) is no divergence.
-    exhausted = ours.tokens < theirs.tokens and verified == comparable
-    if verified < max(engine.min_tokens, 1):
-        return refuse(params, "below_threshold" if whole or exhausted else "diverged", engine, verified)
-    held = -(-verified // engine.block_size)
-    trimmed = dict(params) | {"remote_num_tokens": verified, "remote_block_ids": [offer.blocks[0][:held]]}
+    exhausted = limit < record.tokens and common == record.last_mark(limit)
+    if common < max(engine.min_tokens, 1):
+        return refuse(params, "below_threshold" if whole or exhausted else "diverged", engine, common)
+    held = -(-common // record.block_size)
+    trimmed = dict(params) | {"remote_num_tokens": common, "remote_block_ids": [offer.blocks[0][:held]]}
     if whole:
-        return Verdict("hit", "ok", theirs.tokens, verified, trimmed)
-    return Verdict("trimmed", "prompt_end" if exhausted else "diverged", theirs.tokens, verified, trimmed)
+        return Verdict("hit", "ok", record.tokens, common, trimmed)
+    return Verdict("trimmed", "prompt_end" if exhausted else "diverged", record.tokens, common, trimmed)
 
 
 def refuse(params: Mapping[str, Any], reason: str, engine: EngineShape, verified: int = 0) -> Verdict:
@@ -162,22 +168,23 @@ def _read_offer(params: Mapping[str, Any], engine: EngineShape) -> _Offer:
         raise RecordError("unidirectional", "this engine would wait for a read that it never starts")
     if not engine.readable:
         raise RecordError("layout", "reads into this engine's cache layout were never shown to be right")
-    digests, groups = read_record(params.get("kvroute"))
-    if digests.block_size != engine.block_size:
-        raise RecordError("block_size", f"blocks of {digests.block_size} tokens, here {engine.block_size}")
-    if not groups == len(blocks) == engine.groups:
-        raise RecordError("groups", f"{groups} KV cache groups, here {engine.groups}")
-    _check_extent(blocks, count, digests, engine)
-    return _Offer([list(group) for group in blocks], count, digests)
+    record = read_record(params.get("kvroute"))
+    if record.block_size != engine.block_size:
+        raise RecordError("block_size", f"blocks of {record.block_size} tokens, here {engine.block_size}")
+    if not record.groups == len(blocks) == engine.groups:
+        raise RecordError("groups", f"{record.groups} KV cache groups, here {engine.groups}")
+    trimmable = engine.trimmable and record.full_attention is not False
+    _check_extent(blocks, count, record, trimmable=trimmable)
+    return _Offer([list(group) for group in blocks], record, trimmable)
 
 
-def _check_extent(blocks: Sequence[Any], count: int, digests: PrefixDigests, engine: EngineShape) -> None:
-    """Check that blocks, count and digests speak of one sequence; raise `RecordError` else."""
-    if digests.tokens > count:
+def _check_extent(blocks: Sequence[Any], count: int, record: Record, *, trimmable: bool) -> None:
+    """Check that blocks, count and record speak of one sequence; raise `RecordError` else."""
+    if record.tokens > count:
         raise RecordError("malformed", "more tokens digested than held")
-    if engine.trimmable and len(blocks[0]) != -(-count // engine.block_size):
+    if trimmable and len(blocks[0]) != -(-count // record.block_size):
         raise RecordError("malformed", f"{len(blocks[0])} blocks for {count} tokens")
-    if not engine.trimmable and digests.tokens != count:
+    if not trimmable and record.tokens != count:
         raise RecordError("groups", "the holder is not sure of its last tokens, and several groups cannot be cut")
 
 

@@ -28,21 +28,20 @@ def register() -> None:
     import vllm  # noqa: PLC0415 - only inside an engine
 
     from kvroute.vllm_plugin import scheduler  # noqa: PLC0415 - not needed where the plugin is off
-    from kvroute.vllm_plugin.wraps import STATUS, CannotWrapError, replace_method, resolve, wraps_for  # noqa: PLC0415
+    from kvroute.vllm_plugin.wraps import STATUS, CannotWrapError, replace_method, wraps_for  # noqa: PLC0415
 
     try:
         wraps = wraps_for(vllm.__version__)
-        block_keys = resolve(wraps.block_keys)
     except CannotWrapError as error:
         for feature in ("export_digests", "hold", "verify_digests"):
             STATUS.turn_off(feature, str(error))
         return
 
     def install_finished() -> None:
-        replace_method(wraps.request_finished, lambda method: scheduler.wrap_request_finished(method, block_keys))
+        replace_method(wraps.request_finished, scheduler.wrap_request_finished)
 
     def install_match() -> None:
-        replace_method(wraps.match_tokens, lambda method: scheduler.wrap_get_num_new_matched_tokens(method, block_keys))
+        replace_method(wraps.match_tokens, scheduler.wrap_get_num_new_matched_tokens)
 
     STATUS.turn_on("export_digests", install_finished)
     STATUS.turn_on("hold", install_finished)

@@ -21,7 +21,8 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvroute.verify.digests import PrefixDigests, encode_keys, prefix_digests, write_record, write_seal
+from kvroute.verify.digests import Keys, TokenDigests, sequence_keys
+from kvroute.verify.record import write_record, write_seal
 from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle, refuse
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ log = logging.getLogger("vllm.kvroute")
 SKIP_VERIFICATION = "KVROUTE_UNSAFE_SKIP_VERIFICATION"
 """Environment variable of a prefill engine: ``1`` believes every handle. For tests that must show wrong text only."""
 
+_DIGESTS = "_kvroute_digests"
 _VERDICT = "_kvroute_verdict"
 _SEALED = "_kvroute_sealed"
 _PULLED = "_kvroute_pulled"
@@ -60,30 +62,39 @@ def engine_shape(connector: Any) -> EngineShape:
     )
 
 
-def sequence_digests(
-    request: Any, tokens: int, block_size: int, block_keys: Callable[..., tuple[Any, int]]
-) -> PrefixDigests:
-    """Compute the digests of a request's first ``tokens`` tokens.
-
-    Args:
-        request: vLLM's `Request`.
-        tokens: How many, counted from the start of the prompt.
-        block_size: Tokens per block.
-        block_keys: vLLM's ``generate_block_hash_extra_keys(request, start, end, first_media) -> (keys, next_media)``.
+def request_keys(request: Any) -> Keys:
+    """Read what besides its tokens decides the KV of a vLLM `Request`: what goes into vLLM's own block hashes.
 
     Raises:
-        ValueError: If the request's tokens do not determine its KV (prompt embeddings).
+        ValueError: If its tokens do not determine its KV (prompt embeddings).
     """
-    if request.prompt_embeds is not None or tokens > len(request.all_token_ids):
-        raise ValueError("the tokens of this request do not determine its KV")
-    # LoRA and salt hold for the whole sequence, and a prefix digest carries block 0's keys on: one look is enough.
-    last_media = max((f.mm_position.offset + f.mm_position.length for f in request.mm_features), default=1)
-    extra: dict[int, bytes] = {}
-    media = 0
-    for index, start in enumerate(range(0, min(last_media, tokens), block_size)):
-        keys, media = block_keys(request, start, min(start + block_size, tokens), media)
-        extra[index] = encode_keys(keys)
-    return prefix_digests(request.all_token_ids[:tokens], block_size, extra)
+    if request.prompt_embeds is not None:
+        raise ValueError("prompt embeddings: the tokens of this request do not determine its KV")
+    lora = request.lora_request
+    return sequence_keys(
+        request.cache_salt,
+        (lora.lora_name, lora.lora_path) if lora else None,
+        ((f.mm_position.offset, f.mm_position.length, f.identifier) for f in request.mm_features),
+    )
+
+
+def request_digests(request: Any, tokens: int) -> TokenDigests:
+    """Digests of at least the first ``tokens`` tokens of a vLLM `Request`.
+
+    They stay with the request, so that what was computed when it was matched is not computed again when it ends.
+
+    Raises:
+        ValueError: If there are fewer tokens, or they do not determine its KV.
+    """
+    # A prompt can change while its request waits (a streaming session goes on): then all begins anew.
+    kept: tuple[int, TokenDigests] | None = getattr(request, _DIGESTS, None)
+    if kept is None or kept[0] != request.num_prompt_tokens:
+        kept = request.num_prompt_tokens, TokenDigests((), request_keys(request))
+        setattr(request, _DIGESTS, kept)
+    digests = kept[1]
+    if len(digests) < tokens:
+        digests.extend(request.all_token_ids[len(digests) : tokens])
+    return digests
 
 
 def held_tokens(request: Any) -> int:
@@ -97,9 +108,7 @@ def held_tokens(request: Any) -> int:
     return max(0, min(computed, fed))
 
 
-def wrap_request_finished(
-    original: Callable[..., Any], block_keys: Callable[..., tuple[Any, int]]
-) -> Callable[..., Any]:
+def wrap_request_finished(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``request_finished(self, request, block_ids) -> (delay_free, params | None)``."""
 
     @functools.wraps(original)
@@ -110,7 +119,7 @@ def wrap_request_finished(
                 return original(self, request, block_ids)
         delay_free, handle = original(self, request, block_ids)
         if handle:
-            handle.update(_report(self, request, handle, block_keys))
+            handle.update(_report(self, request, handle))
         return delay_free, handle
 
     return request_finished
@@ -127,9 +136,7 @@ def _as_aborted(request: Any) -> Iterator[None]:
         request.status = status
 
 
-def _report(
-    connector: Any, request: Any, handle: dict[str, Any], block_keys: Callable[..., tuple[Any, int]]
-) -> dict[str, Any]:
+def _report(connector: Any, request: Any, handle: dict[str, Any]) -> dict[str, Any]:
     """What to add to the parameters that a finished request returns."""
     verdict: Verdict | None = getattr(request, _VERDICT, None)
     added: dict[str, Any] = {}
@@ -145,19 +152,19 @@ def _report(
         shape = engine_shape(connector)
         tokens = min(held_tokens(request), handle.get("remote_num_tokens") or 0)
         if shape.readable and tokens > 0:
-            digests = sequence_digests(request, tokens, shape.block_size, block_keys)
+            digests = request_digests(request, tokens)
             if handle.get("do_remote_decode"):
-                added["kvroute"] = write_record(digests, shape.groups)
+                added["kvroute"] = write_record(
+                    digests, tokens, shape.block_size, shape.groups, full_attention=shape.trimmable
+                )
             else:
-                added["kvroute_prompt"] = write_seal(digests)
+                added["kvroute_prompt"] = write_seal(digests, tokens)
     except Exception:
         log.exception("kvroute: request %s goes without digests", request.request_id)
     return added
 
 
-def wrap_get_num_new_matched_tokens(
-    original: Callable[..., Any], block_keys: Callable[..., tuple[Any, int]]
-) -> Callable[..., Any]:
+def wrap_get_num_new_matched_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``get_num_new_matched_tokens(self, request, num_computed_tokens) -> (count, asynchronous)``."""
 
     @functools.wraps(original)
@@ -165,7 +172,7 @@ def wrap_get_num_new_matched_tokens(
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill") and not params.get("do_remote_decode"):
             count, asynchronous = original(self, request, num_computed_tokens)
-            if count and not _seal_holds(request, num_computed_tokens + count, block_keys):
+            if count and not _seal_holds(request, num_computed_tokens + count):
                 # No read follows, and the connector tells the prefill engine to free its blocks.
                 return 0, False
             return count, asynchronous
@@ -177,7 +184,7 @@ def wrap_get_num_new_matched_tokens(
             request.kv_transfer_params = params | {"remote_num_tokens": 0}
             return original(self, request, num_computed_tokens)
         if getattr(request, _VERDICT, None) is None:
-            verdict = _judge(self, request, params, block_keys)
+            verdict = _judge(self, request, params)
             # A new dict: the old one may be shared with other requests of the same call (n > 1).
             request.kv_transfer_params = verdict.params
             setattr(request, _VERDICT, verdict)
@@ -189,7 +196,7 @@ def wrap_get_num_new_matched_tokens(
     return get_num_new_matched_tokens
 
 
-def _seal_holds(request: Any, tokens: int, block_keys: Callable[..., tuple[Any, int]]) -> bool:
+def _seal_holds(request: Any, tokens: int) -> bool:
     """Tell whether the ``tokens`` that a decode engine is about to take are those of its own prompt, as far as known.
 
     A prefill engine without the plugin seals nothing; its blocks are believed as vLLM does.
@@ -200,7 +207,7 @@ def _seal_holds(request: Any, tokens: int, block_keys: Callable[..., tuple[Any, 
     holds: bool | None = getattr(request, _SEALED, None)
     if holds is None:
         try:
-            holds = seal == write_seal(sequence_digests(request, tokens, seal["block_size"], block_keys))
+            holds = seal == write_seal(request_digests(request, tokens), tokens)
         except Exception:
             log.exception("kvroute: the seal of request %s cannot be checked", request.request_id)
             holds = False
@@ -215,18 +222,13 @@ def _seal_holds(request: Any, tokens: int, block_keys: Callable[..., tuple[Any, 
     return holds
 
 
-def _judge(connector: Any, request: Any, params: dict[str, Any], block_keys: Callable[..., tuple[Any, int]]) -> Verdict:
+def _judge(connector: Any, request: Any, params: dict[str, Any]) -> Verdict:
     if verification_skipped():
         count = params.get("remote_num_tokens") or 0
         return Verdict("unverified", "verification_off", count, 0, dict(params))
     try:
-        shape = engine_shape(connector)
-        return decide(
-            params,
-            request.num_prompt_tokens,
-            shape,
-            lambda tokens: sequence_digests(request, tokens, shape.block_size, block_keys),
-        )
+        tokens = request.num_prompt_tokens
+        return decide(params, tokens, engine_shape(connector), lambda: request_digests(request, tokens))
     except Exception:
         log.exception("kvroute: the handle of request %s is refused", request.request_id)
         # Whatever failed may be what `notifies` rests on, so the handle is taken out altogether.

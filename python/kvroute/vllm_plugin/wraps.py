@@ -43,7 +43,6 @@ class Wraps:
 
     request_finished: Target
     match_tokens: Target
-    block_keys: Target
     chat_stream: Target
     completion_stream: Target
 
@@ -59,11 +58,6 @@ VERSIONS: dict[tuple[int, int], Wraps] = {
             _PULL_SCHEDULER,
             "NixlPullConnectorScheduler.get_num_new_matched_tokens",
             ("self", "request", "num_computed_tokens"),
-        ),
-        block_keys=Target(
-            "vllm.v1.core.kv_cache_utils",
-            "generate_block_hash_extra_keys",
-            ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
         ),
         chat_stream=Target(
             "vllm.entrypoints.openai.chat_completion.serving",
