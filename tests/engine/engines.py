@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -131,11 +132,17 @@ class Engine(Served):
 
 
 def free_port() -> int:
-    """Ask the system for a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Find a port that is free now and that the system gives to nobody who asks for any.
+
+    An engine binds its ports many seconds after it was told them, too long for one of the ephemeral range: any
+    connection that is made meanwhile may get it.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(10_000, first)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
