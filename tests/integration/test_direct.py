@@ -1,5 +1,7 @@
 """Turns that add little go straight to the decode engine that holds the conversation."""
 
+from typing import Any
+
 import aiohttp
 import pytest
 
@@ -9,7 +11,7 @@ from tests.support.gateway import running
 from tests.support.simulated import COLD, MODEL, broken, cold_text, posts
 
 LONG = " ".join(f"w{i}" for i in range(600))
-DIRECT = {"pd__direct_max_uncached_tokens": 256}
+DIRECT: dict[str, Any] = {"pd__direct_max_uncached_tokens": 256}
 
 
 @pytest.fixture

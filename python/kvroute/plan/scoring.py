@@ -1,0 +1,118 @@
+"""What it costs to run a request on one engine rather than another, in prompt tokens that somebody has to compute.
+
+A filter takes engines out, a score orders the rest, a pick takes the first and spreads ties; the words are llm-d's. One
+unit for everything that counts keeps the weights honest: a prefix that is cached saves its tokens, a request that is
+ahead in the queue costs its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+GPU = "GPU"
+"""The tier that costs nothing to use, as KV events name it."""
+
+Tiers = Mapping[str, int]
+"""Tokens of a prompt's prefix that an engine holds, by tier."""
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do, as the gateway knows it now.
+
+    Attributes:
+        requests: Of this gateway in flight there, counted when they are sent.
+        tokens: Prompt tokens of those whose prefill has not ended.
+        waiting: ``vllm:num_requests_waiting`` of a fresh sample, else None.
+        running: ``vllm:num_requests_running`` likewise.
+        kv_usage: ``vllm:kv_cache_usage_perc`` likewise, 0 to 1.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """How much each part counts; settings ``routing.weights``.
+
+    Attributes:
+        tiers: What a cached token of a tier saves, 0 to 1; a tier that is not listed saves ``other_tier``.
+        other_tier: Of tiers that later releases bring.
+        running: Tokens that a running request costs the next one: it shares every step with it.
+        waiting: Tokens that a request of somebody else's in the queue costs; of its own the gateway knows the tokens.
+        full_from: KV usage from which an engine is about to preempt or evict; the cost rises from there.
+    """
+
+    tiers: Mapping[str, float] = dataclasses.field(default_factory=lambda: {GPU: 1.0, "CPU": 0.8, "STORAGE": 0.5})
+    other_tier: float = 0.5
+    running: float = 64.0
+    waiting: float = 1024.0
+    full_from: float = 0.9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one engine, in tokens, by part, for whoever asks why."""
+
+    compute: float
+    ahead: float
+    crowd: float
+    full: float
+
+    @property
+    def total(self) -> float:
+        """What engines are ordered by."""
+        return self.compute + self.ahead + self.crowd + self.full
+
+
+def saved_tokens(tiers: Tiers, weights: Weights) -> float:
+    """Tokens that need not be computed, each at the weight of the best tier that holds it.
+
+    Prefixes begin at the first token, so a longer one in a lesser tier only adds what lies beyond the shorter.
+    """
+    saved = 0.0
+    reached = 0
+    by_weight = sorted(tiers.items(), key=lambda item: -weights.tiers.get(item[0], weights.other_tier))
+    for tier, tokens in by_weight:
+        if tokens > reached:
+            saved += (tokens - reached) * weights.tiers.get(tier, weights.other_tier)
+            reached = tokens
+    return saved
+
+
+def cost_of(prompt_tokens: int, tiers: Tiers, load: Load, weights: Weights) -> Cost:
+    """The cost of a prompt of ``prompt_tokens`` on an engine that holds ``tiers`` of it and has ``load``."""
+    compute = max(0.0, prompt_tokens - saved_tokens(tiers, weights))
+    # What others wait for there; requests of this gateway are counted by their tokens and would count twice.
+    strangers = max(0.0, (load.waiting or 0.0) - load.requests)
+    running = max(load.running or 0.0, load.requests)
+    full = 0.0
+    if load.kv_usage is not None and load.kv_usage > weights.full_from:
+        # At 100 % the whole prompt counts once more: its KV drives out that of others, or waits for a free block.
+        full = prompt_tokens * (min(load.kv_usage, 1.0) - weights.full_from) / max(1.0 - weights.full_from, 1e-6)
+    return Cost(compute, load.tokens + strangers * weights.waiting, running * weights.running, full)
+
+
+def spread(ordered: Sequence[_T], costs: Sequence[float], turn: int, *, within: float = 0.0) -> list[_T]:
+    """Order by cost, and rotate those whose cost is the least (or ``within`` tokens of it), so that ties are spread.
+
+    Args:
+        ordered: Candidates.
+        costs: Theirs.
+        turn: A counter that goes up by one per request.
+        within: Difference that is no difference.
+    """
+    ranking = sorted(range(len(ordered)), key=costs.__getitem__)
+    ties = sum(costs[index] <= costs[ranking[0]] + within for index in ranking) if ranking else 0
+    if ties > 1:
+        start = turn % ties
+        ranking[:ties] = ranking[start:ties] + ranking[:start]
+    return [ordered[index] for index in ranking]
