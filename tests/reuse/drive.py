@@ -83,7 +83,7 @@ class Drive:
         reused = bench.reused() - before[0]
         counts = self._tally.row(bench.row or requests[0].shape)
         counts.reused += reused
-        counts.crossed += bench.crossed() - before[1]
+        crossed = bench.crossed() - before[1]
         for request, answer in zip(requests, answers, strict=True):
             right = await bench.cold(request)
             counts.turns += 1
@@ -93,6 +93,9 @@ class Drive:
             elif answer.text != right.text:
                 counts.wrong += 1
                 self._tally.wrong(talk.seed, request, answer, right.text)
+            elif crossed:
+                counts.crossed += 1
+                crossed -= 1
             readable = self._readable(request, right, alone=len(requests) == 1)
             counts.possible += readable
             counts.missed += max(0, readable - reused)

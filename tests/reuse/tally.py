@@ -21,7 +21,7 @@ class Counts:
         turns: Requests.
         failed: Answers that were errors.
         wrong: Answers that differ from a cold run.
-        crossed: Requests that read KV of another salt.
+        crossed: Right texts that rest on KV of another salt.
         prompt: Prompt tokens, where they are known.
         reused: Tokens that prefill engines read from decode engines.
         possible: Tokens of whole blocks that could have been read, where that is known.

@@ -63,6 +63,7 @@ class World:
         weight: Of all conversations, how many take place here.
         exact: Whether every whole block that is equal must be read back.
         together: Conversations that take turns.
+        engines: Members of all engines.
         prefill: Members of the prefill engines.
         decode: Members of the decode engines.
         settings: Of the gateway, as ``section__member``.
@@ -73,6 +74,7 @@ class World:
     weight: int
     exact: bool = False
     together: int = 1
+    engines: dict[str, Any] = field(default_factory=dict)
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -89,6 +91,10 @@ WORLDS: dict[str, World] = {
     ),
     "apis": World("responses and messages", replace(QUIET, kinds={"responses": 1, "messages": 1}), 2),
     "unnamed": World("without a conversation id", replace(QUIET, unnamed=1.0), 1, together=3),
+    "thinking": World("a model that thinks; the template strips it", QUIET, 1, engines={"thinks": True}),
+    "groups": World("two KV-cache groups (sliding window)", QUIET, 1, engines={"sliding_window": 64}),
+    "drafts": World("speculative decoding: handles overstate", QUIET, 1, decode={"speculative_tokens": 5}),
+    "direct": World("short turns straight to decode", QUIET, 1, settings={"pd__direct_max_uncached_tokens": 256}),
 }
 
 
@@ -199,6 +205,7 @@ def specs(world: World, way: Way) -> list[EngineSpec]:
     made = []
     for model in (MODEL, OTHER):
         shared: dict[str, Any] = {"model": model, "recompute_threshold": THRESHOLD, "plugin": way not in BASELINES}
+        shared |= world.engines
         if model == MODEL:
             shared["loras"] = world.menu.loras
         prefill = {"prefix_caching": False, "verify": way != "engine_off"} | shared | world.prefill

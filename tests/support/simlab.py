@@ -50,6 +50,7 @@ class Lab:
                 pool=pool,
                 clock=self.clock,
                 lease=spec.lease_seconds,
+                model=spec.model,
                 link=Link(1e9),
                 wake=wake,
             )

@@ -9,8 +9,7 @@ import orjson
 from kvroute.sim import tokens
 from kvroute.sim.api import DONE, FINGERPRINT, Reply, usage
 from kvroute.sim.body import created
-from kvroute.sim.errors import invalid
-from kvroute.sim.generation import Ask
+from kvroute.sim.errors import ApiError, invalid
 
 if TYPE_CHECKING:
     from kvroute.sim.body import Members
@@ -32,17 +31,13 @@ class Chat:
         members.check_length([prompt])
         self._id = members.identity("chatcmpl-")
         self._created = created()
-        self.ask = Ask(
+        self.ask = members.ask(
             self._id,
             [prompt],
-            members.sampling([prompt], names=("max_completion_tokens", "max_tokens"), default=None),
-            n=members.get("n", int, 1),
-            stop=members.stop(),
-            include_stop=members.get("include_stop_str_in_output", bool, False),
-            params=members.params(),
-            salt=members.get("cache_salt", str),
-            lora=lora,
-            use_cache=members.tree.get("prompt_logprobs") is None,
+            lora,
+            names=("max_completion_tokens", "max_tokens"),
+            default=None,
+            images=tokens.images_of(members.tree["messages"]),
         )
         head = {
             "id": self._id,
@@ -153,10 +148,20 @@ def prompt_of(members: Members) -> list[int]:
         if not isinstance(given, list) or not all(type(token) is int and token in known for token in given):
             raise invalid("list_type", "kv_transfer_params.prompt_token_ids", "Input should be a valid list", given)
         return given
+    return rendered(members, messages)
+
+
+def rendered(members: Members, messages: list[dict[str, Any]]) -> list[int]:
+    """Apply the template as the members of a chat or tokenize body say."""
+    generate, go_on = (members.get(name, bool) for name in ("add_generation_prompt", "continue_final_message"))
+    if generate and go_on:
+        raise ApiError(400, "Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     return tokens.render(
         messages,
         tools=members.get("tools", list),
-        generate=members.get("add_generation_prompt", bool, True),
+        generate=generate is not False and not go_on,
+        go_on=bool(go_on),
+        thinking=members.get("chat_template_kwargs", dict, {}).get("enable_thinking") is not False,
     )
 
 

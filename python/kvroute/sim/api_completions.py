@@ -8,7 +8,6 @@ from kvroute.sim import tokens
 from kvroute.sim.api import DONE, FINGERPRINT, Reply, event, usage
 from kvroute.sim.body import created
 from kvroute.sim.errors import invalid
-from kvroute.sim.generation import Ask
 
 if TYPE_CHECKING:
     from kvroute.sim.body import Members
@@ -33,19 +32,9 @@ class Completions:
         members.check_length(prompts)
         self._id = members.identity("cmpl-")
         self._created = created()
-        self.ask = Ask(
-            self._id,
-            prompts,
-            members.sampling(prompts, names=("max_tokens",), default=DEFAULT_TOKENS),
-            suffixes=[f"-{number}" for number in range(len(prompts))],
-            n=members.get("n", int, 1),
-            stop=members.stop(),
-            include_stop=members.get("include_stop_str_in_output", bool, False),
-            params=members.params(),
-            salt=members.get("cache_salt", str),
-            lora=lora,
-            use_cache=members.tree.get("prompt_logprobs") is None
-            and not (self._echo and members.tree.get("logprobs") is not None),
+        suffixes = tuple(f"-{number}" for number in range(len(prompts)))
+        self.ask = members.ask(
+            self._id, prompts, lora, names=("max_tokens",), default=DEFAULT_TOKENS, suffixes=suffixes
         )
         self._head: dict[str, Any] = {
             "id": self._id,

@@ -28,7 +28,8 @@ class Messages:
         members.need("max_tokens", int)
         system = members.tree.get("system")
         first = [{"role": "system", "content": system}] if system else []
-        prompt = tokens.render([*first, *messages_of(members)], tools=members.get("tools", list))
+        messages = [*first, *messages_of(members)]
+        prompt = tokens.render(messages, tools=members.get("tools", list))
         members.check_length([prompt])
         # vLLM runs these as chat requests, whose ids they carry.
         self._id = members.identity("chatcmpl-")
@@ -38,6 +39,7 @@ class Messages:
             [prompt],
             members.sampling([prompt], names=("max_tokens",), default=None),
             stop=members.stop(),
+            images=tokens.images_of(messages),
             params=members.params(),
             salt=members.get("cache_salt", str),
             lora=lora,

@@ -28,7 +28,8 @@ class Responses:
         self._limit = members.get("max_output_tokens", int)
         self._temperature = members.get("temperature", float, 1.0)
         self._instructions = members.get("instructions", str)
-        prompt = tokens.render(self._messages(members), tools=members.get("tools", list))
+        messages = self._messages(members)
+        prompt = tokens.render(messages, tools=members.get("tools", list))
         members.check_length([prompt])
         self._id = members.identity("resp_")
         self._item = f"msg_{secrets.token_hex(8)}"
@@ -41,6 +42,7 @@ class Responses:
             [prompt],
             members.sampling([prompt], names=("max_output_tokens",), default=None),
             suffixes=["_0"],
+            images=tokens.images_of(messages),
             params=members.params(),
             salt=members.get("cache_salt", str),
             lora=lora,

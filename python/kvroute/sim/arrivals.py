@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvroute.sim.transfer import Read, TransferError
+from kvroute.sim.pairing import TransferError
+from kvroute.sim.transfer import Read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

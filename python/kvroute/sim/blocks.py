@@ -24,27 +24,34 @@ class Block:
         id: Its number, as it stands in handles; 0 is vLLM's null block and never given out.
         tokens: What was computed into it, at most a block full.
         context: Fingerprint of the context it was computed in.
+        salt: ``cache_salt`` of the request that computed it: nobody else's may read it.
         after: Fingerprint at its end once it is full; empty when it was filled in more than one context.
         hash: Under which it is cached, or None.
         users: Sequences and holds that need it; 0 means it may be given to others.
         offload: Whether it may go to an outer tier when it is evicted (``max_offload_tokens``).
     """
 
-    __slots__ = ("after", "context", "hash", "id", "offload", "tokens", "users")
+    __slots__ = ("after", "context", "hash", "id", "offload", "salt", "tokens", "users")
 
     def __init__(self, number: int) -> None:
         self.id = number
         self.tokens: list[int] = []
         self.context = START
+        self.salt: str | None = None
         self.after: bytes | None = None
         self.hash: bytes | None = None
         self.users = 0
         self.offload = True
 
+    def begin(self, context: bytes = START, salt: str | None = None) -> None:
+        """Forget what it held: something is about to be computed into it."""
+        self.tokens, self.context, self.salt, self.after = [], context, salt, None
+
     def fill_from(self, other: Block) -> None:
         """Take over what another block holds, as a transfer does."""
         self.tokens = list(other.tokens)
         self.context = other.context
+        self.salt = other.salt
         self.after = other.after
 
 
@@ -138,7 +145,8 @@ class BlockPool:
             if block.hash is not None:
                 self._on_evict(block)
                 self.forget(block)
-            block.tokens, block.context, block.after, block.offload = [], START, None, True
+            block.begin()
+            block.offload = True
             block.users = 1
             taken.append(block)
         return taken

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kvroute.sim.errors import ApiError, invalid, no_model, too_long
+from kvroute.sim.generation import Ask
 from kvroute.sim.sequence import Sampling
 
 if TYPE_CHECKING:
@@ -152,6 +153,45 @@ class Members:
             stop_token_ids=frozenset(self.get("stop_token_ids", list, [])),
             # Without a seed sampling is greedy at every temperature: tests compare texts.
             salt=b"" if seed is None or temperature == 0 else b"seed %d" % seed,
+        )
+
+    def ask(
+        self,
+        request_id: str,
+        prompts: list[list[int]],
+        lora: str | None,
+        *,
+        names: tuple[str, ...],
+        default: int | None,
+        suffixes: tuple[str, ...] = ("",),
+        images: list[str] | None = None,
+    ) -> Ask:
+        """What chat and completions ask of the engine, which differ in little.
+
+        Args:
+            request_id: As the answer names it.
+            prompts: Token ids per prompt.
+            lora: The adapter.
+            names: Members that give the reply's length, the first that is there wins.
+            default: Its length when none is there; None for what fits.
+            suffixes: What the API appends to the engine's id, per prompt.
+            images: Digests of the images in the prompt.
+        """
+        return Ask(
+            request_id,
+            prompts,
+            self.sampling(prompts, names=names, default=default),
+            suffixes=list(suffixes),
+            n=self.get("n", int, 1),
+            stop=self.stop(),
+            include_stop=self.get("include_stop_str_in_output", bool, False),
+            params=self.params(),
+            images=images or [],
+            salt=self.get("cache_salt", str),
+            lora=lora,
+            # Log probabilities of the prompt need all of it computed.
+            use_cache=self.tree.get("prompt_logprobs") is None
+            and not (self.get("echo", bool, False) and self.tree.get("logprobs") is not None),
         )
 
 

@@ -53,6 +53,10 @@ class EngineSpec:
         load_failure: ``kv_load_failure_policy``.
         plugin: Whether kvroute's engine plugin runs in it.
         verify: False makes the plugin believe every handle (``KVROUTE_UNSAFE_SKIP_VERIFICATION=1``): text gets wrong.
+        sliding_window: Tokens of the window of a second KV-cache group; 0 for one group with full attention alone.
+        speculative_tokens: Drafts at the end of a reply that were not taken, on decode engines: their handles count
+            them as held, though what is there is no token's KV.
+        thinks: Whether replies begin with ``<think>`` and some reasoning.
         events: Whether KV events are published; needs ``pip install 'kvroute[sim]'``.
         event_shape: ``map`` as 0.32 sends events, or ``array`` as older releases do.
         event_buffer: Batches kept for replay.
@@ -89,6 +93,9 @@ class EngineSpec:
     load_failure: Literal["fail", "recompute"] = "fail"
     plugin: bool = True
     verify: bool = True
+    sliding_window: Count = 0
+    speculative_tokens: Count = 0
+    thinks: bool = False
     events: bool = False
     event_shape: Literal["map", "array"] = "map"
     event_buffer: Positive = 10_000

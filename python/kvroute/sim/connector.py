@@ -10,20 +10,18 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from kvroute.sim.pairing import EngineDeadError, TransferError, pair
 from kvroute.sim.stats import BYTE_BUCKETS, LATENCY_BUCKETS, Histogram
-from kvroute.sim.transfer import ADDRESS, EXPIRY_SLACK_SECONDS, Agent, Fabric, Read, TransferError
+from kvroute.sim.transfer import ADDRESS, EXPIRY_SLACK_SECONDS, Agent, Fabric, Read
 
 if TYPE_CHECKING:
+    from kvroute.sim.blocks import Block
     from kvroute.sim.clock import Clock
     from kvroute.sim.config import EngineSpec
     from kvroute.sim.plugin import Plugin
     from kvroute.sim.sequence import Finish, Sequence
 
 log = logging.getLogger("kvroute.sim")
-
-
-class EngineDeadError(Exception):
-    """What makes vLLM's EngineCore die; the message is the assertion's."""
 
 
 class Connector:
@@ -118,16 +116,20 @@ class Connector:
             return None
         now = self._clock.now()
         source = self._fabric.dial(params)
+        if source.model != self.agent.model:
+            raise TransferError("NIXL compatibility hash mismatch: another model")
         deadline = params.get("remote_blocks_expiry_time")
         if self.spec.bidirectional and deadline is not None and now >= deadline - EXPIRY_SLACK_SECONDS:
             self.agent.expired += 1
             raise TransferError("declining expired remote read")
-        remote = [block for group in params["remote_block_ids"] for block in group]
-        if len(remote) < len(local):
-            raise EngineDeadError(f"assert num_local_blocks <= num_remote_blocks: {len(local)} > {len(remote)}")
-        remote = remote[-len(local) :]
-        if not all(type(block) is int and 0 <= block < len(source.pool.blocks) for block in remote):
-            raise TransferError("remote block ids out of range")
+        groups, remote = self._groups(local), params["remote_block_ids"]
+        if len(groups) != len(remote):
+            raise EngineDeadError(
+                f"assert len(remote_block_ids) == len(local_block_ids): {len(remote)} KV-cache groups"
+            )
+        pairs = [
+            pair(mine, self.spec.block_size, theirs, source.pool) for mine, theirs in zip(groups, remote, strict=True)
+        ]
         costs = self.spec.costs
         size: float = len(local) * self.spec.block_size * costs.kv_bytes_per_token
         self.read_bytes.observe(size)
@@ -140,7 +142,22 @@ class Connector:
         ready = max(self.agent.link.send(size, start), source.link.send(size, start))
         # The reader's worker keeps the lease alive until the read is over.
         source.heartbeat(params["remote_request_id"], self.agent, start=True)
-        return Read(source, params["remote_request_id"], local, remote, now, ready)
+        return Read(source, params["remote_request_id"], pairs, now, ready)
+
+    def _groups(self, blocks: list[Block]) -> list[list[Block]]:
+        """A sequence's blocks per KV-cache group: all, and the last ones, which a sliding window reaches."""
+        window = self.spec.sliding_window
+        return [blocks, blocks[-(-(-window // self.spec.block_size) + 1) :]] if window else [blocks]
+
+    def _overstate(self, sequence: Sequence) -> int:
+        """Count drafts that were not taken, as far as blocks for them can be had; returns the tokens held."""
+        count = sequence.computed + self.spec.speculative_tokens
+        missing = -(-count // self.spec.block_size) - len(sequence.blocks)
+        fresh = self.agent.pool.allocate(missing) if missing > 0 else []
+        if fresh is None:
+            return sequence.computed
+        sequence.blocks += fresh
+        return count
 
     def finish_read(self, read: Read) -> None:
         """End a read.
@@ -178,12 +195,13 @@ class Connector:
             return False, None
         # Without a flag the worker never learns of the request, and nothing ever frees its blocks.
         forgotten = not prefill and not sequence.processed
+        count = sequence.computed if prefill else self._overstate(sequence)
         seconds = math.inf if forgotten else self.spec.lease_seconds if prefill else self.spec.hold_seconds
         deadline = self.agent.hold(sequence.request_id, sequence.blocks, seconds)
         handle: dict[str, Any] = {
             "do_remote_prefill": prefill,
             "do_remote_decode": not prefill,
-            "remote_block_ids": [[block.id for block in sequence.blocks]],
+            "remote_block_ids": [[block.id for block in group] for group in self._groups(sequence.blocks)],
             "remote_engine_id": self.agent.engine_id,
             "remote_request_id": sequence.request_id,
             "remote_host": self.agent.host,
@@ -191,7 +209,7 @@ class Connector:
             "tp_size": self.spec.tp_size,
             "dcp_size": 1,
             "pp_size": 1,
-            "remote_num_tokens": sequence.computed,
+            "remote_num_tokens": count,
             "remote_blocks_expiry_time": None if prefill or forgotten else deadline,
             "transfer_mode": "pull",
         }

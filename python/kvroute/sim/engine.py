@@ -118,6 +118,7 @@ class Engine:
                 engine_id=self._engine_id(rank),
                 host=self.spec.host,
                 port=self._side_ports[rank],
+                model=self.spec.model,
                 pool=pool,
                 clock=self.clock,
                 lease=self.spec.lease_seconds,

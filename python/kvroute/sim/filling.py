@@ -32,9 +32,9 @@ class Filling:
             block = sequence.blocks[position // size]
             offset = position % size
             if offset == 0:
-                block.context, block.tokens, block.after = cursor.state, [], None
+                block.begin(cursor.state, sequence.salt)
             taken = min(size - offset, end - position)
-            chunk = sequence.tokens[position : position + taken]
+            chunk = sequence.inputs[position : position + taken]
             block.tokens += chunk
             cursor.feed(chunk)
             position += taken
@@ -44,9 +44,14 @@ class Filling:
         if end // size > first:
             self._cache(sequence, first, end // size)
 
-    def adopt(self, sequence: Sequence, total: int) -> None:
-        """See what was loaded; after a whole prompt its last token is computed again, for its logits."""
+    def adopt(self, sequence: Sequence, total: int) -> bool:
+        """See what was loaded; after a whole prompt its last token is computed again, for its logits.
+
+        Returns:
+            Whether all of it was computed under the sequence's own salt. The text does not depend on it.
+        """
         size = self._spec.block_size
+        own = True
         if total >= len(sequence.tokens):
             total = len(sequence.tokens) - 1
         first = sequence.computed // size
@@ -60,11 +65,13 @@ class Filling:
                 block.tokens += [GARBAGE] * (count - len(block.tokens))
                 block.after = None
             if count > 0:
+                own &= block.salt == sequence.salt
                 if block.context != sequence.cursor.state:
                     block.after = b""  # it will be filled in two contexts
                 sequence.cursor.use(block, count)
         sequence.computed = max(total, sequence.computed)
         self._cache(sequence, first, sequence.computed // size)
+        return own
 
     def _cache(self, sequence: Sequence, first: int, end: int) -> None:
         """Make full blocks ``first`` to ``end`` findable, under the hashes of what they should hold."""
@@ -74,7 +81,7 @@ class Filling:
         hashes = sequence.hashes
         while len(hashes) < end:
             start = len(hashes) * size
-            tokens = sequence.tokens[start : start + size]
+            tokens = sequence.inputs[start : start + size]
             hashes.append(
                 next_hash(hashes[-1], tokens, lora=sequence.lora)
                 if hashes
@@ -97,9 +104,7 @@ class Filling:
             if stop < len(fresh) and fresh[stop] == fresh[stop - 1] + 1:
                 continue
             run = fresh[start:stop]
-            keys: list[list[str] | None] = [[sequence.lora] if sequence.lora else None for _ in run]
-            if run[0] == 0 and sequence.extra_keys:
-                keys[0] = list(sequence.extra_keys)
+            keys = [list(sequence.extra_keys(index * size, (index + 1) * size)) or None for index in run]
             self._journal.stored(
                 sequence.hashes[run[0] : run[-1] + 1],
                 parent=sequence.hashes[run[0] - 1] if run[0] else None,

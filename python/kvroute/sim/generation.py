@@ -7,7 +7,7 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from kvroute.sim.sequence import Finish, Sampling, Sequence
+from kvroute.sim.sequence import Finish, Sampling, Sequence, find_images
 from kvroute.sim.tokens import EOS, StreamDecoder
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Ask:
         sampling: Of the first reply; siblings differ in their salt.
         stop: Strings that end a reply.
         include_stop: Whether the string stays in the text.
+        images: Digests of the images in the prompt.
         params: ``kv_transfer_params``; of several prompts only the first one's answer shows a handle.
         use_cache: False where vLLM skips the prefix cache (``prompt_logprobs``).
     """
@@ -40,6 +41,7 @@ class Ask:
     stop: list[str] = dataclasses.field(default_factory=list)
     include_stop: bool = False
     params: dict[str, Any] | None = None
+    images: list[str] = dataclasses.field(default_factory=list)
     salt: str | None = None
     lora: str | None = None
     use_cache: bool = True
@@ -115,6 +117,7 @@ class Generation:
             params=dict(ask.params) if ask.params is not None else None,
             salt=ask.salt,
             lora=ask.lora,
+            images=find_images(prompt, ask.images),
             use_cache=ask.use_cache,
         )
         self._replies[reply.sequence] = reply

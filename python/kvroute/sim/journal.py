@@ -15,7 +15,8 @@ class Violation:
 
     Attributes:
         kind: ``engine_died``, ``hangs``, ``never_freed``, ``read_failed``; ``spent_twice`` for a read of blocks that
-            were given back before; ``other_prompt`` for a hand-off that was made of another prompt.
+            were given back before; ``other_prompt`` for a hand-off that was made of another prompt; ``other_salt`` for
+            a read of KV that was computed under another ``cache_salt``.
         request_id: The request.
         detail: What was wrong, in the engine's words.
     """
@@ -49,7 +50,7 @@ class Journal:
         tokens: Sequence[int],
         block_size: int,
         lora: str | None,
-        extra_keys: list[list[str] | None],
+        extra_keys: list[list[Any] | None],
     ) -> None:
         """Consecutive blocks of one sequence were cached on the GPU."""
         if self.publish is None:

@@ -38,12 +38,15 @@ class Cursor:
     Attributes:
         state: Fingerprint up to the last whole unit.
         tail: Tokens after it, fewer than a unit.
+
+    Args:
+        lora: Name of the adapter, whose weights make other KV of the same tokens.
     """
 
     __slots__ = ("state", "tail")
 
-    def __init__(self) -> None:
-        self.state = START
+    def __init__(self, lora: str | None = None) -> None:
+        self.state = START if lora is None else hashlib.blake2b(lora.encode(), digest_size=16).digest()
         self.tail: list[int] = []
 
     def feed(self, tokens: Sequence[int]) -> None:

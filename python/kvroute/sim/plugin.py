@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import kvroute
+from kvroute.sim.tokens import IMAGE_TOKENS
 from kvroute.verify.digests import SCHEME, TokenDigests, sequence_keys
 from kvroute.verify.record import write_record, write_seal
 from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle
@@ -31,8 +32,8 @@ class Plugin:
         self._spec = spec
         self._shape = EngineShape(
             block_size=spec.block_size,
-            groups=1,
-            trimmable=True,
+            groups=2 if spec.sliding_window else 1,
+            trimmable=not spec.sliding_window,
             readable=True,
             min_tokens=spec.recompute_threshold,
             notifies=spec.bidirectional,
@@ -42,7 +43,8 @@ class Plugin:
         """Digests of a sequence's first ``tokens`` tokens."""
         # An adapter's path is its name here.
         lora = (sequence.lora, sequence.lora) if sequence.lora else None
-        return TokenDigests(sequence.tokens[:tokens], sequence_keys(sequence.salt, lora))
+        images = [(image.offset, IMAGE_TOKENS, image.digest) for image in sequence.images]
+        return TokenDigests(sequence.tokens[:tokens], sequence_keys(sequence.salt, lora, images))
 
     def before_match(self, sequence: Sequence) -> None:
         """On a prefill engine: check a decode engine's handle before the connector believes it."""
@@ -99,7 +101,9 @@ class Plugin:
         if tokens > 0:
             digests = self.digests(sequence, tokens)
             if handle["do_remote_decode"]:
-                handle["kvroute"] = write_record(digests, tokens, self._spec.block_size, 1, full_attention=True)
+                handle["kvroute"] = write_record(
+                    digests, tokens, self._spec.block_size, self._shape.groups, full_attention=self._shape.trimmable
+                )
             else:
                 handle["kvroute_prompt"] = write_seal(digests, tokens)
 

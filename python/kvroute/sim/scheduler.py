@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 from kvroute.sim import tokens as vocabulary
 from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.blocks import Block, BlockPool, block_hashes
-from kvroute.sim.connector import Connector, EngineDeadError
 from kvroute.sim.filling import Filling
 from kvroute.sim.journal import Journal, Violation
 from kvroute.sim.model import Cursor
+from kvroute.sim.pairing import EngineDeadError, TransferError
 from kvroute.sim.stats import Stats
 from kvroute.sim.tiers import Load, Offload, Tier
-from kvroute.sim.transfer import Read, TransferError
+from kvroute.sim.transfer import Read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvroute.sim.clock import Clock
     from kvroute.sim.config import EngineSpec
+    from kvroute.sim.connector import Connector
     from kvroute.sim.sequence import Finish, Sequence
 
 
@@ -218,7 +219,7 @@ class EngineCore:
         """Find what is cached of the first waiting request, and give it blocks; False when there are too few."""
         size = self.spec.block_size
         if self.spec.prefix_caching and not sequence.hashes:
-            sequence.hashes = block_hashes(sequence.tokens, size, salt=sequence.salt, lora=sequence.lora)
+            sequence.hashes = block_hashes(sequence.inputs, size, salt=sequence.salt, lora=sequence.lora)
         # One token at least is computed: its logits are what is sampled from.
         usable = sequence.hashes[: (len(sequence.tokens) - 1) // size] if sequence.use_cache else []
         hits = self.pool.match(usable)
@@ -237,7 +238,7 @@ class EngineCore:
             return False
         sequence.blocks = hits + fresh
         sequence.computed, sequence.expected = local, total
-        sequence.cursor = Cursor()
+        sequence.cursor = Cursor(sequence.lora)
         for block in hits:
             sequence.cursor.use(block, size)
         if sequence.preemptions == 0:
@@ -295,7 +296,8 @@ class EngineCore:
             return
         if isinstance(coming, Read) and coming.twice:
             self.violations.append(Violation("spent_twice", sequence.request_id, f"read before: {coming.request_id}"))
-        self._filling.adopt(sequence, sequence.expected)
+        if not self._filling.adopt(sequence, sequence.expected):
+            self.violations.append(Violation("other_salt", sequence.request_id, "reads KV of another cache_salt"))
         self._run(sequence)
 
     def _load_failed(self, sequence: Sequence, error: TransferError) -> None:
@@ -367,19 +369,21 @@ class EngineCore:
     def _sample(self, sequence: Sequence, now: float) -> None:
         sampling = sequence.sampling
         written = sequence.written
-        token = sequence.cursor.next_token(
-            written,
-            salt=sampling.salt,
-            end_every=self.spec.end_every,
-            may_end=not sampling.ignore_eos and written >= sampling.min_tokens,
-        )
+        token = vocabulary.thought(written) if self.spec.thinks else None
+        if token is None:
+            token = sequence.cursor.next_token(
+                written,
+                salt=sampling.salt,
+                end_every=self.spec.end_every,
+                may_end=not sampling.ignore_eos and written >= sampling.min_tokens,
+            )
         if sequence.first_token is None:
             sequence.first_token = now
             self.stats.prompted(sequence, now)
         else:
             self.stats.itl.observe(now - sequence.last_token)
         sequence.last_token = now
-        sequence.tokens.append(token)
+        sequence.append(token)
         self.stats.generation_tokens += 1
         written += 1
         finish: Finish | None = None

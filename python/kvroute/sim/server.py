@@ -12,7 +12,7 @@ from aiohttp import web
 from kvroute.sim import tokens
 from kvroute.sim.admin import Admin
 from kvroute.sim.api import Api, Reply, event
-from kvroute.sim.api_chat import Chat, messages_of
+from kvroute.sim.api_chat import Chat, messages_of, rendered
 from kvroute.sim.api_completions import Completions
 from kvroute.sim.api_messages import Messages
 from kvroute.sim.api_responses import Responses
@@ -215,11 +215,7 @@ class Surface:
             members = await Members.read(request, self._engine.spec)
             members.model()
             if "messages" in members.tree:
-                ids = tokens.render(
-                    messages_of(members),
-                    tools=members.get("tools", list),
-                    generate=members.get("add_generation_prompt", bool, True),
-                )
+                ids = rendered(members, messages_of(members))
             else:
                 ids = tokens.encode(members.need("prompt", str))
             names = None

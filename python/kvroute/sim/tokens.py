@@ -7,6 +7,7 @@ what the tokenizer makes of their text, so a reply that comes back as a message 
 from __future__ import annotations
 
 import codecs
+import hashlib
 import re
 from functools import lru_cache
 from typing import Any
@@ -82,40 +83,99 @@ def encode(text: str) -> list[int]:
     return tokens
 
 
-_encode_message = lru_cache(maxsize=4096)(lambda text: tuple(encode(text)))
+@lru_cache(maxsize=4096)
+def _encode_message(text: str) -> tuple[int, ...]:
+    """Tokens of a rendered message, placeholders in the place of images."""
+    first, *rest = text.split(_IMAGE)
+    tokens = encode(first)
+    for piece in rest:
+        tokens += [PAD] * IMAGE_TOKENS + encode(piece)
+    return tuple(tokens)
+
+
+IMAGE_TOKENS = 20
+"""Placeholders of one image: all alike, whatever the image, as in vLLM. Its KV is the image's all the same."""
+
+_IMAGE = "\0"
+"""Stands for an image in a message's text until that is tokenised; ``PAD`` is the placeholder, no text makes it."""
+
+_THINKING = "<think>"
+_THOUGHT = "</think>"
+NO_THOUGHT = f"{_THINKING}\n\n{_THOUGHT}\n\n"
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, or parts of which those of type text count."""
-    if isinstance(content, list):
-        return "".join(
-            part if isinstance(part, str) else str(part.get("text", ""))
-            for part in content
-            if isinstance(part, (str, dict))
-        )
-    return "" if content is None else str(content)
+    """The text of a message's content: a string, or parts of which those with text count."""
+    return _content(content).replace(_IMAGE, "")
 
 
-def render(messages: list[dict[str, Any]], *, tools: Any = None, generate: bool = True) -> list[int]:
+def images_of(messages: list[dict[str, Any]]) -> list[str]:
+    """The images of messages in their order, each by a digest of what names it."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        images = filter(_is_image, content if isinstance(content, list) else ())
+        found += [hashlib.blake2b(_canonical(image).encode(), digest_size=8).hexdigest() for image in images]
+    return found
+
+
+def _content(content: Any) -> str:
+    if not isinstance(content, list):
+        return "" if content is None else str(content).replace(_IMAGE, "")
+    texts = []
+    for part in content:
+        if _is_image(part):
+            texts.append(_IMAGE)
+        elif isinstance(part, (str, dict)):
+            text = part if isinstance(part, str) else str(part.get("text", ""))
+            texts.append(text.replace(_IMAGE, ""))
+    return "".join(texts)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in {"image_url", "input_image", "image"}
+
+
+def render(
+    messages: list[dict[str, Any]],
+    *,
+    tools: Any = None,
+    generate: bool = True,
+    go_on: bool = False,
+    thinking: bool = True,
+) -> list[int]:
     """Apply the chat template and tokenise.
 
     Args:
-        messages: With ``role`` and ``content``. ``tool_calls`` are rendered; the reasoning of earlier turns is
-            stripped, as common templates do.
+        messages: With ``role`` and ``content``. ``tool_calls`` are rendered; reasoning (``reasoning_content``, or what
+            stands before ``</think>``) only in answers after the last question, as Qwen3's template does.
         tools: Rendered before the first message when given.
         generate: Whether the header of the assistant's reply is appended (``add_generation_prompt``).
+        go_on: Whether the last message is left open (``continue_final_message``).
+        thinking: False tells the model not to think (``chat_template_kwargs.enable_thinking``).
     """
     tokens: list[int] = []
     if tools:
         tokens += _encode_message(f"<|im_start|>system\ntools {_canonical(tools)}<|im_end|>\n")
-    for message in messages:
-        content = text_of(message.get("content"))
+    last_question = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+    for place, message in enumerate(messages):
+        role, content = message.get("role", "user"), _content(message.get("content"))
+        if role == "assistant":
+            content = _answer(message, content, recent=place > last_question)
         if message.get("tool_calls"):
             content += f"\ncalls {_canonical(message['tool_calls'])}"
-        tokens += _encode_message(f"<|im_start|>{message.get('role', 'user')}\n{content}<|im_end|>\n")
+        end = "" if go_on and place == len(messages) - 1 else "<|im_end|>\n"
+        tokens += _encode_message(f"<|im_start|>{role}\n{content}{end}")
     if generate:
-        tokens += _encode_message("<|im_start|>assistant\n")
+        tokens += _encode_message("<|im_start|>assistant\n" + ("" if thinking else NO_THOUGHT))
     return tokens
+
+
+def _answer(message: dict[str, Any], content: str, *, recent: bool) -> str:
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str):
+        return f"{_THINKING}\n{reasoning}\n{_THOUGHT}\n\n{content}" if recent and reasoning else content
+    return content if recent else content.rpartition(_THOUGHT)[2].lstrip("\n")
 
 
 def _canonical(value: Any) -> str:
@@ -140,3 +200,16 @@ class StreamDecoder:
     def feed(self, token: int, *, last: bool = False) -> str:
         """The text that ``token`` completes."""
         return self._decoder.decode(VOCABULARY[token] if token >= _BYTE else b"", final=last)
+
+
+_OPENING = encode(f"{_THINKING}\n")
+_CLOSING = encode(f"\n{_THOUGHT}\n\n")
+_THOUGHT_TOKENS = 8
+
+
+def thought(place: int) -> int | None:
+    """The token that a thinking model writes at a place of its reply whatever it read; None where it is free."""
+    if place < len(_OPENING):
+        return _OPENING[place]
+    place -= len(_OPENING) + _THOUGHT_TOKENS
+    return _CLOSING[place] if 0 <= place < len(_CLOSING) else None

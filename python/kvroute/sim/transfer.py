@@ -11,6 +11,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from kvroute.sim.pairing import Pair, TransferError, copy
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,10 +28,6 @@ EXPIRY_SLACK_SECONDS = 5.0
 
 REMEMBERED = 10_000
 """Holds of which an agent knows that they were given back, the last ones: enough for all that a gateway still has."""
-
-
-class TransferError(Exception):
-    """A read that cannot be done: the peer is gone, is another one, or its blocks have expired."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,6 +52,7 @@ class Agent:
         engine_id: As it stands in handles; a restarted engine has another one.
         host: Address of its side channel.
         port: Of its side channel; only a name here, nothing listens.
+        model: That it serves; engines of another one refuse the connection.
         pool: Its blocks.
         clock: Of the fleet.
         lease: ``kv_lease_duration`` in seconds.
@@ -74,6 +73,7 @@ class Agent:
         engine_id: str,
         host: str,
         port: int,
+        model: str = "",
         pool: BlockPool,
         clock: Clock,
         lease: float,
@@ -83,12 +83,13 @@ class Agent:
         self.engine_id = engine_id
         self.host = host
         self.port = port
+        self.model = model
         self.pool = pool
         self.link = link
         self.closed: float | None = None
         self.fail_reads = 0
-        self.expired = 0
-        self.late_notifications = 0
+        self.expired: int = 0
+        self.late_notifications: int = 0
         self.holds: dict[str, Hold] = {}
         self._clock = clock
         # NIXL extends by two thirds of the lease with each heartbeat.
@@ -204,8 +205,7 @@ class Read:
 
     Attributes:
         source: The holder.
-        local: Blocks to fill, empty when only the holder is to be told.
-        remote: Ids of the holder's blocks, one per local block.
+        groups: What goes where, per KV-cache group.
         started: Simulated time at which it was asked for.
         ready: Simulated time at which it ends.
         twice: Whether the blocks had been given back when it ended; vLLM does not notice.
@@ -213,8 +213,7 @@ class Read:
 
     source: Agent
     request_id: str
-    local: list[Block]
-    remote: list[int]
+    groups: list[list[Pair]]
     started: float
     ready: float
     twice: bool = False
@@ -230,7 +229,6 @@ class Read:
         if self.source.fail_reads:
             self.source.fail_reads -= 1
             raise TransferError("the transfer failed")
-        for local, remote in zip(self.local, self.remote, strict=True):
-            local.fill_from(self.source.pool.blocks[remote])
+        copy(self.groups, self.source.pool)
         self.twice = self.source.gave_back(self.request_id)
         self.source.done(self.request_id)
