@@ -20,11 +20,15 @@ def cold(lab, prompt, **members):
     return reply(lab.run(lab.core("cold", "both"), prompt, **members))
 
 
+def handle(sequence):
+    assert sequence.held is not None
+    return sequence.held
+
+
 def second(lab, pair, done, prompt, **members):
     """The text of a turn whose prefill reads ``done`` back."""
     first = lab.run(pair[0], prompt, params=back(done.held), max_tokens=1, **members)
-    assert first.held is not None, pair[0].violations
-    return reply(lab.run(pair[1], prompt, params=dict(first.held), **members))
+    return reply(lab.run(pair[1], prompt, params=dict(handle(first)), **members))
 
 
 @pytest.mark.parametrize("plugin", [True, False])
@@ -85,7 +89,7 @@ def test_two_groups_are_read_whole_or_not_at_all(lab, plugin):
     members = PLAIN | {"plugin": plugin, "sliding_window": 32}
     pair = lab.core("p", "prefill", **members), lab.core("d", "decode", **members)
     done = first_turn(lab, pair)
-    assert [len(group) for group in done.held["remote_block_ids"]] == [-(-done.computed // 16), 3]
+    assert [len(group) for group in handle(done)["remote_block_ids"]] == [-(-done.computed // 16), 3]
     prompt = [*done.tokens, *MORE]
     assert second(lab, pair, done, prompt) == cold(lab, prompt)
     assert pair[0].stats.by_source["external_kv_transfer"] == done.computed
@@ -99,9 +103,9 @@ def test_a_group_that_is_not_cut_with_the_other_gives_other_text(lab):
     members = PLAIN | {"sliding_window": 32}
     pair = lab.core("p", "prefill", **members), lab.core("d", "decode", **members)
     done = first_turn(lab, pair)
-    full, window = done.held["remote_block_ids"]
+    full, window = handle(done)["remote_block_ids"]
     count = len(PROMPT) // 16 * 16
-    done.held |= {"remote_num_tokens": count, "remote_block_ids": [full[: count // 16], window]}
+    handle(done).update({"remote_num_tokens": count, "remote_block_ids": [full[: count // 16], window]})
     prompt = [*PROMPT, *MORE]
     assert second(lab, pair, done, prompt) != cold(lab, prompt)
 
@@ -111,7 +115,7 @@ def test_drafts_that_were_not_taken_are_no_kv(lab, plugin):
     members = PLAIN | {"plugin": plugin}
     pair = lab.core("p", "prefill", **members), lab.core("d", "decode", speculative_tokens=5, **members)
     done = first_turn(lab, pair)
-    assert done.held["remote_num_tokens"] == done.computed + 5
+    assert handle(done)["remote_num_tokens"] == done.computed + 5
     prompt = [*done.tokens, *MORE]
     assert (second(lab, pair, done, prompt) == cold(lab, prompt)) == plugin
 

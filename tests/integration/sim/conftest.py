@@ -1,0 +1,22 @@
+"""A pair without the plugin, as the captures are of engines without it."""
+
+import aiohttp
+import pytest
+
+from kvroute.sim import EngineSpec, SimFleet
+
+
+@pytest.fixture
+async def client():
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@pytest.fixture
+async def fleet():
+    specs = [
+        EngineSpec("p", "prefill", model="tiny", plugin=False, max_model_len=32768, prefix_caching=False, end_every=0),
+        EngineSpec("d", "decode", model="tiny", plugin=False, max_model_len=32768, end_every=0),
+    ]
+    async with SimFleet(specs, time_scale=0) as running:
+        yield running
