@@ -74,6 +74,11 @@ class Metrics:
             "kind",
         )
         self.handles = counter("kv_handles", "Decode handles by what became of them.", "fate")
+        self.records = counter(
+            "kv_records",
+            "Records that the gateway wrote from the token ids of decode engines without digests, or why not.",
+            "outcome",
+        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens that engines reported.")
         self.completion_tokens = counter("completion_tokens", "Generated tokens that engines reported.")
 

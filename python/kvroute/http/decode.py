@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvroute.http.errors import GatewayError
 from kvroute.http.release import release
 from kvroute.kv.conversations import Held
+from kvroute.kv.decoded import ASKING_BODY, NoRecord, ids_wanted, keys_of, recorded
 from kvroute.kv.params import decode_params, read_handle
 from kvroute.kv.recipes import CLIENT_BODY
 from kvroute.plan.history import History
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvroute.kv.params import Handle
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
-    from kvroute.upstream import Tap, Timeouts
+    from kvroute.upstream import Tap, Timeouts, TokenIds
 
 
 class DecodeLeg:
@@ -39,6 +40,8 @@ class DecodeLeg:
         self._turn = turn
         self._prefilled = prefilled
         self._handoff = prefilled.handoff
+        self._given: Handle | None = None
+        self._answer_ids: TokenIds | None = None
         self._sent = False
         self._tried: list[Endpoint] = []
 
@@ -94,7 +97,7 @@ class DecodeLeg:
         if dead is not None:
             gateway.metrics.handoffs.labels(dead).inc()
             self._handoff = None
-        epoch = endpoint.epoch
+        epoch, self._given = endpoint.epoch, self._handoff
         exchange = await gateway.pool.send(
             endpoint.origin,
             "POST",
@@ -114,7 +117,10 @@ class DecodeLeg:
             gateway.metrics.first_byte.labels(self._plan.mode).observe(time.monotonic() - started)
             try:
                 relayed = await exchange.relay(
-                    incoming.request, hide=True, extra_headers=[(b"X-Request-Id", incoming.request_id.encode())]
+                    incoming.request,
+                    hide=True,
+                    token_ids=self._answer_ids,
+                    extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
                 )
             except asyncio.CancelledError:
                 # Clients may close when they have read `[DONE]`: the turn has ended well, and the engine holds blocks.
@@ -155,10 +161,30 @@ class DecodeLeg:
         if self._handoff is None or holder is None:
             return body.splice(CLIENT_BODY, kv_transfer_params=None)
         able = endpoint.capabilities
-        verify = self._gateway.settings.conversations.verify
-        wanted = self._turn.key is not None and possible(able, list(self._plan.prefills), verify=verify)
+        self._answer_ids = self._ids_wanted(endpoint)
+        verify, prefills = self._gateway.settings.conversations.verify, list(self._plan.prefills)
+        wanted = self._turn.key is not None and possible(
+            able, prefills, verify=verify, recorded=self._answer_ids is not None
+        )
         params = decode_params(self._handoff, prefill_host=holder.origin.host, hold=wanted if able.hold else None)
-        return body.splice(CLIENT_BODY, kv_transfer_params=params)
+        return body.splice(ASKING_BODY if self._answer_ids == "take" else CLIENT_BODY, kv_transfer_params=params)
+
+    def _ids_wanted(self, endpoint: Endpoint) -> TokenIds | None:
+        """How the gateway gets to know the tokens of an engine that does not digest them itself, when it pays."""
+        incoming, able = self._incoming, endpoint.capabilities
+        verify = self._gateway.settings.conversations.verify
+        if (
+            self._turn.key is None
+            or able.export_digests
+            or able.block_size is None
+            or able.bidirectional is False
+            or verify == "off"
+            or not possible(able, list(self._plan.prefills), verify=verify, recorded=True)
+        ):
+            return None
+        assert incoming.api is not None
+        assert incoming.body is not None
+        return ids_wanted(incoming.api, incoming.body)
 
     def _remember(self, endpoint: Endpoint, epoch: int, tap: Tap | None, ended: float) -> None:
         """Store the new handle of a turn that ended well; anything else leaves none.
@@ -169,7 +195,7 @@ class DecodeLeg:
             tap: What its answer told, None when that broke off.
             ended: The earliest that the engine can have ended, on the monotonic clock.
         """
-        handle = read_handle(tap.handle, from_decode=True) if tap is not None and not tap.error else None
+        handle = self._handle(endpoint, tap)
         fates = self._gateway.metrics.handles
         if self._turn.key is None:
             if handle is not None:
@@ -186,6 +212,22 @@ class DecodeLeg:
         fates.labels("stored" if held is not None else "not_returned").inc()
         if self._turn.finish(endpoint.url, held) is not None:
             fates.labels("replaced").inc()
+
+    def _handle(self, endpoint: Endpoint, tap: Tap | None) -> Handle | None:
+        """The handle that an answer brought, with the gateway's record where the engine made none."""
+        handle = read_handle(tap.handle, from_decode=True) if tap is not None and not tap.error else None
+        block_size = endpoint.capabilities.block_size
+        if handle is None or tap is None or handle.scheme is not None or self._answer_ids is None or block_size is None:
+            return handle
+        body, outcome = self._incoming.body, "written"
+        assert body is not None
+        try:
+            keys = keys_of(body, endpoint.models)
+            handle = recorded(handle, tap, keys, block_size=block_size, full_attention=None, handoff=self._given)
+        except NoRecord as error:
+            outcome = error.reason
+        self._gateway.metrics.records.labels(outcome).inc()
+        return handle
 
     def _history(self, handle: Handle) -> History | None:
         body, prompt_tokens = self._incoming.body, self._prefilled.prompt_tokens

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
+from kvroute.verify.digests import SCHEME
+
 if TYPE_CHECKING:
     from kvroute.fleet.endpoint import Capabilities, Endpoint
     from kvroute.kv.conversations import Held
@@ -72,14 +74,22 @@ def decide(  # noqa: C901, PLR0911
     return Decision("read", "ok")
 
 
-def possible(decode: Capabilities, prefills: list[Endpoint], *, verify: str) -> bool:
-    """Whether any of the prefill engines could read this decode engine's handles, so that holding blocks pays."""
+def possible(decode: Capabilities, prefills: list[Endpoint], *, verify: str, recorded: bool = False) -> bool:
+    """Whether any of the prefill engines could read this decode engine's handles, so that holding blocks pays.
+
+    Args:
+        decode: The decode engine.
+        prefills: The prefill engines.
+        verify: The setting ``conversations.verify``.
+        recorded: The gateway writes the record itself, from the token ids of the answer.
+    """
     if verify == "off":
         return True
-    return decode.export_digests and any(
+    scheme = SCHEME if recorded else decode.scheme if decode.export_digests else None
+    return scheme is not None and any(
         endpoint.capabilities.verify_digests
         and endpoint.capabilities.bidirectional is True
-        and endpoint.capabilities.scheme == decode.scheme
+        and endpoint.capabilities.scheme == scheme
         and endpoint.capabilities.block_size == decode.block_size
         for endpoint in prefills
     )

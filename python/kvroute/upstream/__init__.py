@@ -11,6 +11,17 @@ from .exchange import Exchange
 from .headers import forward_headers
 from .origin import Origin, Timeouts
 from .pool import Pool, Reply
-from .relay import Relayed
+from .relay import Relayed, TokenIds
 
-__all__ = ["Exchange", "Origin", "Pool", "Relayed", "Reply", "Tap", "Timeouts", "UpstreamError", "forward_headers"]
+__all__ = [
+    "Exchange",
+    "Origin",
+    "Pool",
+    "Relayed",
+    "Reply",
+    "Tap",
+    "Timeouts",
+    "TokenIds",
+    "UpstreamError",
+    "forward_headers",
+]
