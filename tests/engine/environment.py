@@ -30,7 +30,7 @@ VLLM = "0.32.0"
 
 OTHER_PINS: dict[str, dict[str, str | None]] = {
     VLLM: {},
-    "0.31.0": {"transformers": "5.17.0", "xgrammar": "0.2.7"},
+    "0.31.0": {"transformers": "5.17.0", "huggingface_hub": "1.33.0", "xgrammar": "0.2.7"},
     "0.30.0": {"oss-harmony": None, "openai-harmony": "0.0.8"},
     "0.29.0": {"oss-harmony": None, "openai-harmony": "0.0.8"},
 }

@@ -105,7 +105,7 @@ def test_ranks_that_hold_parts_of_blocks_leave_no_record(dcp_size):
 
 def test_a_handoff_of_the_same_prompt_is_no_hindrance():
     assert record_of(handoff=handoff_of()).scheme == SCHEME
-    seal = write_seal(TokenDigests(PROMPT), len(PROMPT))
+    seal = write_seal(TokenDigests(PROMPT), len(PROMPT), 16)
     assert record_of(handoff=handoff_of(kvroute_prompt=seal)).scheme == SCHEME
 
 
@@ -113,9 +113,9 @@ def test_a_handoff_of_the_same_prompt_is_no_hindrance():
     "handoff",
     [
         {"remote_num_tokens": 219},
-        {"kvroute_prompt": write_seal(TokenDigests([*PROMPT[:-1], 7]), len(PROMPT))},
-        {"kvroute_prompt": write_seal(TokenDigests(PROMPT, sequence_keys("other")), len(PROMPT))},
-        {"kvroute_prompt": write_seal(TokenDigests([*PROMPT, 7]), len(PROMPT) + 1)},
+        {"kvroute_prompt": write_seal(TokenDigests([*PROMPT[:-1], 7]), len(PROMPT), 16)},
+        {"kvroute_prompt": write_seal(TokenDigests(PROMPT, sequence_keys("other")), len(PROMPT), 16)},
+        {"kvroute_prompt": write_seal(TokenDigests([*PROMPT, 7]), len(PROMPT) + 1, 16)},
         {"kvroute_prompt": {"tokens": "220"}},
         {"kvroute_prompt": []},
     ],

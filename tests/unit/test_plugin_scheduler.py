@@ -55,7 +55,7 @@ class Connector:
         self._is_hma_required = self._has_mamba = False
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[0], transfer_groups=[0])
         parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, device_config=SimpleNamespace(device_type="cuda"))
         self.held: list[str] = []
         vars(self).update(changes)
 
@@ -333,9 +333,14 @@ def test_another_prompt_on_the_decode_engine_is_computed_there(
     assert request.kv_transfer_params["do_remote_prefill"] is True
 
 
-def test_a_decode_engine_with_other_blocks_checks_the_seal_all_the_same() -> None:
+def test_blocks_of_another_size_are_taken_over_but_not_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     params = handed_over(list(range(9)))
-    assert match(Connector(block_size=3), Request(list(range(9)), kv_transfer_params=params), 0) == (9, True)
+    connector = Connector(block_size=3)
+    assert match(connector, Request(list(range(9)), kv_transfer_params=dict(params)), 0) == (9, True)
+    connector.vllm_config.device_config.device_type = "cpu"
+    assert match(connector, Request(list(range(9)), kv_transfer_params=dict(params)), 0) == (0, False)
+    assert "blocks of 4 tokens cannot be read into blocks of 3" in caplog.text
+    assert match(Connector(), Request(list(range(9)), kv_transfer_params=dict(params)), 0) == (9, True)
 
 
 @pytest.mark.parametrize("seal", [{}, [], "text", {"v": 1}, {"block_size": 0}, {"block_size": "4"}])

@@ -108,7 +108,7 @@ def test_an_engine_that_does_not_name_the_plugin_stays_as_it_is(
     assert Status() == wraps.STATUS
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0rc1", "1.0", "dev", ""])
+@pytest.mark.parametrize("version", ["0.28.1", "0.33.0rc1", "1.0", "dev", ""])
 def test_an_unknown_release_is_left_alone_loudly(
     vllm: ModuleType, version: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.verify.digests import TokenDigests, marks_for
-from kvroute.verify.record import RecordError, read_record, write_record, write_seal
+from kvroute.verify.record import RecordError, read_record, sealed_tokens, write_record, write_seal
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -48,9 +48,19 @@ def test_a_record_of_a_hundred_thousand_tokens_stays_small() -> None:
 
 
 def test_a_seal_holds_for_exactly_its_tokens() -> None:
-    seal = write_seal(TokenDigests(range(50)), 40)
-    assert seal == write_seal(TokenDigests(range(40)), 40)
-    assert seal not in (write_seal(TokenDigests(range(50)), 41), write_seal(TokenDigests([1, *range(1, 40)]), 40))
+    seal = write_seal(TokenDigests(range(50)), 40, 16)
+    assert seal["block_size"] == 16
+    assert sealed_tokens(seal, TokenDigests(range(40))) == 40
+    assert sealed_tokens(seal, TokenDigests(range(41))) == 40
+    assert sealed_tokens(seal, TokenDigests(range(39))) == 0
+    assert sealed_tokens(seal, TokenDigests([1, *range(1, 40)])) == 0
+
+
+@pytest.mark.parametrize(
+    "seal", [None, [], "text", {}, {"v": 1, "scheme": "blake2b-prefix-1", "block_size": 16, "tokens": 40, "tail": ""}]
+)
+def test_a_seal_that_is_none_of_ours_does_not_hold(seal: Any) -> None:
+    assert sealed_tokens(seal, TokenDigests(range(40))) == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import orjson
 from kvroute._core import Body, Edits
 from kvroute.kv.recipes import OWNED
 from kvroute.verify.digests import SCHEME, Keys, TokenDigests, sequence_keys
-from kvroute.verify.record import write_record, write_seal
+from kvroute.verify.record import sealed_tokens, write_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -156,12 +156,7 @@ def _check_handoff(handoff: Handle | None, prompt: TokenDigests) -> None:
     if handoff is None:
         return
     raw = Body.scan(handoff.raw).raw("kvroute_prompt")
-    if raw is None:
-        same = handoff.tokens == len(prompt)
-    else:
-        seal = orjson.loads(raw)
-        tokens = seal.get("tokens") if isinstance(seal, dict) else None
-        same = type(tokens) is int and 0 < tokens <= len(prompt) and seal == write_seal(prompt, tokens)
+    same = handoff.tokens == len(prompt) if raw is None else sealed_tokens(orjson.loads(raw), prompt) > 0
     if not same:
         raise NoRecord("prompt_differs")
 

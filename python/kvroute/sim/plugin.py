@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import kvroute
 from kvroute.sim.tokens import IMAGE_TOKENS
 from kvroute.verify.digests import SCHEME, TokenDigests, sequence_keys
-from kvroute.verify.record import write_record, write_seal
+from kvroute.verify.record import sealed_tokens, write_record, write_seal
 from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Plugin:
         if not self.active or not self._spec.verify or seal is None:
             return True
         if sequence.seal_holds is None:
-            sequence.seal_holds = seal == write_seal(self.digests(sequence, tokens), tokens)
+            sequence.seal_holds = sealed_tokens(seal, self.digests(sequence, tokens)) == tokens
         return sequence.seal_holds
 
     def wants_hold(self, sequence: Sequence) -> bool:
@@ -105,7 +105,7 @@ class Plugin:
                     digests, tokens, self._spec.block_size, self._shape.groups, full_attention=self._shape.trimmable
                 )
             else:
-                handle["kvroute_prompt"] = write_seal(digests, tokens)
+                handle["kvroute_prompt"] = write_seal(digests, tokens, self._spec.block_size)
 
     def capabilities(self, instance: str, engine_ids: list[str]) -> dict[str, Any]:
         """What ``GET /kvroute/capabilities`` answers, as `kvroute.vllm_plugin.endpoint.describe` writes it."""

@@ -100,14 +100,31 @@ def write_record(
     }
 
 
-def write_seal(sequence: TokenDigests, tokens: int) -> dict[str, Any]:
-    """Write a seal: enough to say "exactly these tokens", too little to find out where others part."""
+def write_seal(sequence: TokenDigests, tokens: int, block_size: int) -> dict[str, Any]:
+    """Write a seal: enough to say "exactly these tokens", too little to find out where others part.
+
+    Args:
+        sequence: The prompt as the prefill engine has it.
+        tokens: How many of its tokens are handed over.
+        block_size: Of the prefill engine, for a reader that does not take every block size.
+    """
     return {
         "v": RECORD_VERSION,
         "scheme": SCHEME,
+        "block_size": block_size,
         "tokens": tokens,
         "tail": base64.b64encode(sequence.digest(tokens)).decode(),
     }
+
+
+def sealed_tokens(seal: Any, sequence: TokenDigests) -> int:
+    """Count the leading tokens of ``sequence`` that a seal is over; 0 when it is over others, or none of ours."""
+    if not isinstance(seal, dict):
+        return 0
+    tokens, block_size = seal.get("tokens"), seal.get("block_size")
+    if type(tokens) is not int or type(block_size) is not int or not 0 < tokens <= len(sequence):
+        return 0
+    return tokens if seal == write_seal(sequence, tokens, block_size) else 0
 
 
 def read_record(record: Any) -> Record:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvroute.verify.digests import Keys, TokenDigests, sequence_keys
-from kvroute.verify.record import write_record, write_seal
+from kvroute.verify.record import sealed_tokens, write_record, write_seal
 from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle, refuse
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _report(connector: Any, request: Any, handle: dict[str, Any]) -> dict[str, A
                     digests, tokens, shape.block_size, shape.groups, full_attention=shape.trimmable
                 )
             else:
-                added["kvroute_prompt"] = write_seal(digests, tokens)
+                added["kvroute_prompt"] = write_seal(digests, tokens, shape.block_size)
     except Exception:
         log.exception("kvroute: request %s goes without digests", request.request_id)
     return added
@@ -172,7 +172,7 @@ def wrap_get_num_new_matched_tokens(original: Callable[..., Any]) -> Callable[..
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill") and not params.get("do_remote_decode"):
             count, asynchronous = original(self, request, num_computed_tokens)
-            if count and not _seal_holds(request, num_computed_tokens + count):
+            if count and not _takes_over(self, request, num_computed_tokens + count):
                 # No read follows, and the connector tells the prefill engine to free its blocks.
                 return 0, False
             return count, asynchronous
@@ -196,30 +196,41 @@ def wrap_get_num_new_matched_tokens(original: Callable[..., Any]) -> Callable[..
     return get_num_new_matched_tokens
 
 
-def _seal_holds(request: Any, tokens: int) -> bool:
-    """Tell whether the ``tokens`` that a decode engine is about to take are those of its own prompt, as far as known.
+def _takes_over(connector: Any, request: Any, tokens: int) -> bool:
+    """Tell whether a decode engine may take the first ``tokens`` tokens from the prefill engine, as far as known.
 
     A prefill engine without the plugin seals nothing; its blocks are believed as vLLM does.
     """
     seal = request.kv_transfer_params.get("kvroute_prompt")
     if seal is None or verification_skipped():
         return True
-    holds: bool | None = getattr(request, _SEALED, None)
-    if holds is None:
+    decided: bool | None = getattr(request, _SEALED, None)
+    if decided is None:
         try:
-            holds = seal == write_seal(request_digests(request, tokens), tokens)
+            objection = _objection(connector, request, seal, tokens)
         except Exception:
             log.exception("kvroute: the seal of request %s cannot be checked", request.request_id)
-            holds = False
-        if not holds:
-            log.warning(
-                "kvroute: request %s: the prefill engine computed another prompt than this engine has (%d tokens); "
-                "it is computed here. Do both engines run the same chat template?",
-                request.request_id,
-                request.num_prompt_tokens,
-            )
-        setattr(request, _SEALED, holds)
-    return holds
+            objection = "its seal cannot be checked"
+        if objection:
+            log.warning("kvroute: the prompt of request %s is computed here: %s", request.request_id, objection)
+        decided = not objection
+        setattr(request, _SEALED, decided)
+    return decided
+
+
+def _objection(connector: Any, request: Any, seal: Any, tokens: int) -> str | None:
+    """Why the prefill engine's blocks would be wrong here."""
+    if sealed_tokens(seal, request_digests(request, tokens)) != tokens:
+        return (
+            f"the prefill engine computed another prompt than the {request.num_prompt_tokens} tokens of this engine. "
+            "Do both run the same chat template?"
+        )
+    on_cpu = connector.vllm_config.device_config.device_type == "cpu"
+    if on_cpu and seal["block_size"] != connector.block_size:
+        # Seen on 0.32.0: prefill 32 and decode 64 answer with other text, with HTTP 200. CPU attention packs keys by
+        # blocks, which the connector's conversion of block sizes does not know.
+        return f"on CPU, blocks of {seal['block_size']} tokens cannot be read into blocks of {connector.block_size}"
+    return None
 
 
 def _judge(connector: Any, request: Any, params: dict[str, Any]) -> Verdict:

@@ -49,51 +49,51 @@ class Wraps:
 
 _PULL_SCHEDULER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler"
 
-VERSIONS: dict[tuple[int, int], Wraps] = {
-    (0, 32): Wraps(
-        request_finished=Target(
-            _PULL_SCHEDULER, "NixlPullConnectorScheduler.request_finished", ("self", "request", "block_ids")
-        ),
-        match_tokens=Target(
-            _PULL_SCHEDULER,
-            "NixlPullConnectorScheduler.get_num_new_matched_tokens",
-            ("self", "request", "num_computed_tokens"),
-        ),
-        chat_stream=Target(
-            "vllm.entrypoints.openai.chat_completion.serving",
-            "OpenAIServingChat.chat_completion_stream_generator",
-            (
-                "self",
-                "request",
-                "result_generator",
-                "request_id",
-                "model_name",
-                "conversation",
-                "tokenizer",
-                "request_metadata",
-                "chat_template_kwargs",
-                "mm_token_counts",
-            ),
-        ),
-        completion_stream=Target(
-            "vllm.entrypoints.openai.completion.serving",
-            "OpenAIServingCompletion.completion_stream_generator",
-            (
-                "self",
-                "request",
-                "engine_inputs",
-                "result_generator",
-                "request_id",
-                "created_time",
-                "model_name",
-                "num_prompts",
-                "tokenizer",
-                "request_metadata",
-            ),
+_NIXL_PULL = Wraps(
+    request_finished=Target(
+        _PULL_SCHEDULER, "NixlPullConnectorScheduler.request_finished", ("self", "request", "block_ids")
+    ),
+    match_tokens=Target(
+        _PULL_SCHEDULER,
+        "NixlPullConnectorScheduler.get_num_new_matched_tokens",
+        ("self", "request", "num_computed_tokens"),
+    ),
+    chat_stream=Target(
+        "vllm.entrypoints.openai.chat_completion.serving",
+        "OpenAIServingChat.chat_completion_stream_generator",
+        (
+            "self",
+            "request",
+            "result_generator",
+            "request_id",
+            "model_name",
+            "conversation",
+            "tokenizer",
+            "request_metadata",
+            "chat_template_kwargs",
+            "mm_token_counts",
         ),
     ),
-}
-"""A release is added here after its sources were read and the engine tests ran against it."""
+    completion_stream=Target(
+        "vllm.entrypoints.openai.completion.serving",
+        "OpenAIServingCompletion.completion_stream_generator",
+        (
+            "self",
+            "request",
+            "engine_inputs",
+            "result_generator",
+            "request_id",
+            "created_time",
+            "model_name",
+            "num_prompts",
+            "tokenizer",
+            "request_metadata",
+        ),
+    ),
+)
+
+VERSIONS: dict[tuple[int, int], Wraps] = dict.fromkeys(((0, 29), (0, 30), (0, 31), (0, 32)), _NIXL_PULL)
+"""A release is added here after its sources were read and the engine tests ran against it: see docs/reuse.md."""
 
 
 @dataclass(slots=True)
