@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from kvroute.fleet import Fleet
+    from kvroute.fleet import Endpoint, Fleet
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+_SHORT_SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 class Metrics:
@@ -73,6 +75,25 @@ class Metrics:
             "Tokens of decode KV: claimed by handles given to prefill engines, and verified there.",
             "kind",
         )
+        self.verified = counter(
+            "kv_verified_by", "Decode handles of turns, by who compared their tokens with the prompt's.", "verifier"
+        )
+        self.tokenized = counter(
+            "prompts_tokenized",
+            "Prompts whose tokens were wanted, by where they came from, and why there are none.",
+            "source",
+            "outcome",
+        )
+        self.tokenize_seconds = Histogram(
+            "kvroute_tokenize_seconds",
+            "Time to get a prompt's tokens.",
+            ("source",),
+            buckets=_SHORT_SECONDS,
+            registry=registry,
+        )
+        self.tokenize_rests = counter(
+            "tokenize_rests", "Times that an engine's /tokenize was left alone for being slow or failing.", "endpoint"
+        )
         self.handles = counter("kv_handles", "Decode handles by what became of them.", "fate")
         self.records = counter(
             "kv_records",
@@ -82,9 +103,16 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens that engines reported.")
         self.completion_tokens = counter("completion_tokens", "Generated tokens that engines reported.")
 
-    def observe(self, fleet: Fleet, *, conversations: Callable[[], int], draining: Callable[[], bool]) -> None:
+    def observe(
+        self,
+        fleet: Fleet,
+        *,
+        conversations: Callable[[], int],
+        draining: Callable[[], bool],
+        verifier: Callable[[Endpoint], str],
+    ) -> None:
         """Read gauges from the fleet and the store at scrape time, so that a removed engine leaves no series behind."""
-        self.registry.register(_State(fleet, conversations, draining))
+        self.registry.register(_State(fleet, conversations, draining, verifier))
 
     def text(self) -> bytes:
         """The exposition in Prometheus text format."""
@@ -94,10 +122,17 @@ class Metrics:
 class _State:
     """Gauges that are read, not kept."""
 
-    def __init__(self, fleet: Fleet, conversations: Callable[[], int], draining: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        conversations: Callable[[], int],
+        draining: Callable[[], bool],
+        verifier: Callable[[Endpoint], str],
+    ) -> None:
         self._fleet = fleet
         self._conversations = conversations
         self._draining = draining
+        self._verifier = verifier
 
     def collect(self) -> Iterator[Metric]:
         healthy = GaugeMetricFamily(
@@ -112,12 +147,19 @@ class _State:
         epochs = GaugeMetricFamily(
             "kvroute_endpoint_epoch", "Times the engine restarted or left.", labels=("endpoint",)
         )
+        verifiers = GaugeMetricFamily(
+            "kvroute_endpoint_verifier",
+            "1 for who compares tokens before this prefill engine reads KV back; the setting conversations.verify.",
+            labels=("endpoint", "verifier"),
+        )
         for endpoint in self._fleet.endpoints:
             healthy.add_metric((endpoint.url, endpoint.role), float(endpoint.healthy))
             epochs.add_metric((endpoint.url,), float(endpoint.epoch))
             for leg, count in endpoint.in_flight.items():
                 if (endpoint.role == "both") == (leg == "whole") or leg == endpoint.role or count:
                     flights.add_metric((endpoint.url, leg), float(count))
+            if endpoint.role == "prefill":
+                verifiers.add_metric((endpoint.url, self._verifier(endpoint)), 1.0)
             if endpoint.role != "both":
                 able = endpoint.capabilities
                 ready = (
@@ -129,6 +171,7 @@ class _State:
         yield healthy
         yield flights
         yield reuse
+        yield verifiers
         yield epochs
         yield GaugeMetricFamily(
             "kvroute_conversations", "Conversations remembered.", value=float(self._conversations())

@@ -5,8 +5,9 @@ import pytest
 from kvroute.fleet.endpoint import Capabilities, Endpoint
 from kvroute.kv.conversations import Held
 from kvroute.kv.params import Handle
-from kvroute.plan.reuse import decide, possible
+from kvroute.plan.reuse import acting, decide, possible
 from kvroute.upstream import Origin
+from kvroute.verify.digests import SCHEME
 
 NOW = 1000.0
 PREFILL = Capabilities(
@@ -99,3 +100,67 @@ def test_blocks_are_held_only_when_some_prefill_engine_could_read_them():
     prefill.capabilities = dataclasses.replace(PREFILL, verify_digests=False)
     assert not possible(DECODE, [prefill], verify="engine")
     assert possible(DECODE, [prefill], verify="off")
+
+
+BARE = Capabilities(block_size=128, bidirectional=True, kv_layout="full_attention")
+OURS = dataclasses.replace(HANDLE, scheme=SCHEME)
+UNABLE = dataclasses.replace(PREFILL, verify_digests=False)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "verify", "verifier", "engine", "gateway"),
+    [
+        (PREFILL, "auto", "engine", None, None),
+        (PREFILL, "engine", "engine", None, "not_configured"),
+        (PREFILL, "gateway", "gateway", "not_configured", None),
+        (BARE, "auto", "gateway", "prefill_does_not_verify", None),
+        (BARE, "gateway", "gateway", "not_configured", None),
+        (BARE, "engine", "none", "prefill_does_not_verify", "not_configured"),
+        (dataclasses.replace(BARE, kv_layout=None), "auto", "none", "prefill_does_not_verify", "layout_unknown"),
+        (dataclasses.replace(BARE, kv_layout="other"), "auto", "none", "prefill_does_not_verify", "layout"),
+        (dataclasses.replace(BARE, block_size=None), "auto", "none", "prefill_does_not_verify", "block_size_unknown"),
+        (dataclasses.replace(BARE, bidirectional=None), "auto", "none", "prefill_unknown", "prefill_unknown"),
+        (
+            dataclasses.replace(PREFILL, bidirectional=False),
+            "auto",
+            "none",
+            "prefill_not_bidirectional",
+            "prefill_not_bidirectional",
+        ),
+        (UNABLE, "auto", "none", "prefill_does_not_verify", "layout_unknown"),
+    ],
+)
+def test_who_compares_for_a_prefill_engine(prefill, verify, verifier, engine, gateway):
+    who = acting(prefill, verify)
+    assert (who.verifier, who.engine_cannot, who.gateway_cannot) == (verifier, engine, gateway)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "verify", "handle", "outcome"),
+    [
+        (PREFILL, "auto", HANDLE, ("read", "ok", "engine")),
+        (PREFILL, "gateway", OURS, ("read", "ok", "gateway")),
+        (BARE, "auto", OURS, ("read", "ok", "gateway")),
+        (BARE, "auto", HANDLE, ("discard", "digest_scheme_differs", "none")),
+        (BARE, "auto", dataclasses.replace(OURS, scheme=None), ("discard", "decode_sends_no_digests", "none")),
+        (BARE, "engine", OURS, ("discard", "prefill_does_not_verify", "none")),
+        (dataclasses.replace(BARE, kv_layout="other"), "gateway", OURS, ("discard", "layout", "none")),
+        (dataclasses.replace(BARE, bidirectional=None), "gateway", OURS, ("drop", "prefill_unknown", "none")),
+        (dataclasses.replace(PREFILL, scheme="s2"), "auto", HANDLE, ("discard", "digest_scheme_differs", "none")),
+    ],
+)
+def test_what_happens_to_a_handle_and_who_compares_it(prefill, verify, handle, outcome):
+    decision = decide(held(handle), decode=decode_engine(), prefill=prefill, now=NOW, verify=verify)
+    assert (decision.action, decision.reason, decision.verifier) == outcome
+
+
+def test_blocks_are_held_for_a_gateway_that_compares():
+    prefill = Endpoint("http://p:1", Origin.parse("http://p:1"), "prefill")
+    prefill.capabilities = BARE
+    decode = dataclasses.replace(DECODE, scheme=SCHEME)
+
+    assert possible(decode, [prefill], verify="auto")
+    assert not possible(decode, [prefill], verify="engine")
+    assert not possible(DECODE, [prefill], verify="auto")
+    prefill.capabilities = dataclasses.replace(BARE, kv_layout=None)
+    assert not possible(decode, [prefill], verify="auto")

@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvroute import log
-from kvroute.cli.findings import Finding, findings, summary
+from kvroute.cli.findings import findings, summary
 from kvroute.cli.options import fleet_options, settings_from
 from kvroute.http.gateway import Gateway
+from kvroute.tokens import TokenizerError
 
 if TYPE_CHECKING:
+    from kvroute.cli.finding import Finding
     from kvroute.config import Settings
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -30,7 +32,10 @@ def check(**options: Any) -> None:
     """
     settings = settings_from(**options)
     log.setup("error")
-    lines, found = asyncio.run(_probe(settings))
+    try:
+        lines, found = asyncio.run(_probe(settings))
+    except TokenizerError as error:
+        raise click.UsageError(str(error)) from None
     console = Console()
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -50,6 +55,7 @@ async def _probe(settings: Settings) -> tuple[list[str], list[Finding]]:
     try:
         async with gateway.monitor:
             await gateway.monitor.first_round()
-        return list(summary(gateway.fleet)), findings(settings, gateway.fleet)
+            await gateway.prompts.settled()
+        return list(summary(gateway.fleet)), findings(settings, gateway.fleet, gateway.prompts)
     finally:
         await gateway.close()

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from kvroute.cli.finding import Finding
+from kvroute.cli.verifiers import verifiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvroute.config import Settings
     from kvroute.fleet import Endpoint, Fleet
-
-Level = Literal["ok", "warning", "error"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding.
-
-    Attributes:
-        level: ``error``: something configured cannot work; ``warning``: it works less well than configured; ``ok``.
-        subject: The engine's URL, or ``fleet``.
-        what: What was seen.
-        means: What follows from it, empty for ``ok``.
-        do: What to do about it, empty for ``ok``.
-    """
-
-    level: Level
-    subject: str
-    what: str
-    means: str = ""
-    do: str = ""
-
-    def line(self) -> str:
-        """The finding as one line of text."""
-        parts = [f"{self.subject}: {self.what}"]
-        if self.means:
-            parts.append(self.means)
-        if self.do:
-            parts.append(f"-> {self.do}")
-        return "; ".join(parts)
+    from kvroute.tokens import Prompts
 
 
 def summary(fleet: Fleet) -> Iterator[str]:
@@ -54,13 +27,13 @@ def summary(fleet: Fleet) -> Iterator[str]:
         )
 
 
-def findings(settings: Settings, fleet: Fleet) -> list[Finding]:
-    """Everything worth saying about the fleet as it was last probed."""
+def findings(settings: Settings, fleet: Fleet, prompts: Prompts | None = None) -> list[Finding]:
+    """Everything worth saying about the fleet as it was last probed, and about its prompts' tokens where given."""
     found: list[Finding] = []
     for endpoint in fleet.endpoints:
         found.extend(_reachability(endpoint))
         if endpoint.healthy and endpoint.role != "both":
-            found.extend(_reuse(settings, endpoint))
+            found.extend(_reuse(settings, endpoint, prompts))
     if settings.disaggregated:
         found.extend(_pairs(settings, fleet))
     else:
@@ -104,11 +77,15 @@ def _reachability(endpoint: Endpoint) -> Iterator[Finding]:
         )
 
 
-def _reuse(settings: Settings, endpoint: Endpoint) -> Iterator[Finding]:
+def _reuse(settings: Settings, endpoint: Endpoint, prompts: Prompts | None) -> Iterator[Finding]:
     able = endpoint.capabilities
     if not settings.conversations.enabled:
         return
+    if endpoint.role == "prefill":
+        yield from verifiers(settings, endpoint, prompts)
     if able.plugin is None:
+        if endpoint.role == "prefill":
+            return
         yield Finding(
             "warning",
             endpoint.url,
@@ -125,7 +102,7 @@ def _reuse(settings: Settings, endpoint: Endpoint) -> Iterator[Finding]:
             "it cannot hand KV over",
             'start it with --kv-transfer-config \'{"kv_connector": "NixlConnector", …}\'',
         )
-    elif able.bidirectional is not True:
+    elif able.bidirectional is not True and endpoint.role != "prefill":
         yield Finding(
             "warning",
             endpoint.url,
@@ -151,14 +128,8 @@ def _reuse(settings: Settings, endpoint: Endpoint) -> Iterator[Finding]:
             _FEATURES[name],
             "use a vLLM release that the plugin supports",
         )
-    if not missing and able.bidirectional:
-        yield Finding(
-            "ok",
-            endpoint.url,
-            "verifies tokens before KV is reused"
-            if endpoint.role == "prefill"
-            else "sends digests of its KV, in streams too",
-        )
+    if not missing and able.bidirectional and endpoint.role == "decode":
+        yield Finding("ok", endpoint.url, "sends digests of its KV, in streams too")
 
 
 _FEATURES = {

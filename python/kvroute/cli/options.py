@@ -10,12 +10,14 @@ import click
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from kvroute.config import ConfigError, Settings, load
+from kvroute.config import ConfigError, EndpointSettings, Settings, TokenizerSettings, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _Command = TypeVar("_Command", bound="Callable[..., Any]")
+
+_LISTS: dict[str, type[BaseModel]] = {"endpoints": EndpointSettings, "tokenizers": TokenizerSettings}
 
 
 def fleet_options(command: _Command) -> _Command:
@@ -96,7 +98,5 @@ def _describe(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, s
         else:
             default = "" if field.default in (PydanticUndefined, ()) else str(field.default)
             yield f"{prefix}{name}", default, field.description or ""
-        if name == "endpoints":
-            from kvroute.config import EndpointSettings  # noqa: PLC0415 - the one nested list
-
-            yield from _describe(EndpointSettings, f"{prefix}{name}[].")
+        if name in _LISTS:
+            yield from _describe(_LISTS[name], f"{prefix}{name}[].")

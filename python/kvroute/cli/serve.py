@@ -18,6 +18,7 @@ from kvroute import log
 from kvroute.cli.findings import findings, summary
 from kvroute.cli.options import describe_settings, fleet_options, settings_from
 from kvroute.http.server import serve as run
+from kvroute.tokens import TokenizerError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -52,11 +53,13 @@ def serve(*, list_settings: bool, **options: Any) -> None:
         _log.info("listening on %s", url)
         for line in summary(gateway.fleet):
             _log.info("%s", line)
-        for finding in findings(settings, gateway.fleet):
+        for finding in findings(settings, gateway.fleet, gateway.prompts):
             _log.log(logging.INFO if finding.level == "ok" else logging.WARNING, "%s", finding.line())
 
     try:
         sys.exit(_run_on_uvloop(run(settings, started=started)))
+    except TokenizerError as error:
+        raise click.UsageError(str(error)) from None
     except OSError as error:
         click.echo(
             f"kvroute: cannot listen on {settings.server.host}:{settings.server.port}: {error.strerror or error}",

@@ -12,6 +12,8 @@ from kvroute.config.settings import (
     Server,
     Settings,
     TimeoutSettings,
+    Tokenize,
+    TokenizerSettings,
 )
 
 __all__ = [
@@ -26,5 +28,7 @@ __all__ = [
     "Server",
     "Settings",
     "TimeoutSettings",
+    "Tokenize",
+    "TokenizerSettings",
     "load",
 ]

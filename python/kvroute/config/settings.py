@@ -85,6 +85,15 @@ class EndpointSettings(Section):
     role: Role = Field("both", description="prefill and decode form a P/D fleet; both serves requests whole")
     api_key: SecretStr | None = Field(None, description="the key of the engine itself, for probes and for traffic")
     models: tuple[str, ...] | None = Field(None, description="names it serves; unset: asked from /v1/models")
+    bidirectional_kv_xfer: bool | None = Field(
+        None,
+        description="what its connector is set to, for an engine without kvroute's plugin; the plugin's word wins",
+    )
+    kv_layout: Literal["full_attention", "other"] | None = Field(
+        None,
+        description="full_attention: every layer attends to all tokens and no context parallelism is on, so that any "
+        "leading blocks are a whole cache of their tokens; for an engine without kvroute's plugin",
+    )
 
     @field_validator("url")
     @classmethod
@@ -166,9 +175,11 @@ class Conversations(Section):
     max_entries: int = Field(
         100_000, ge=1, description="conversations remembered; the least recently used one goes first"
     )
-    verify: Literal["engine", "off"] = Field(
-        "engine",
-        description="engine: the engines compare tokens before KV is reused; off: nobody does, see allow_wrong_answers",
+    verify: Literal["auto", "engine", "gateway", "off"] = Field(
+        "auto",
+        description="who compares tokens before KV is reused: engine: the prefill engine's plugin; gateway: the "
+        "gateway, and the plugin again where there is one; auto: the plugin where it can, else the gateway; off: "
+        "nobody, see allow_wrong_answers",
     )
     allow_wrong_answers: bool = Field(
         False, description="must be true for verify: off, which reuses KV of other text and answers 200"
@@ -188,6 +199,29 @@ class Conversations(Section):
         return self
 
 
+class Tokenize(Section):
+    """How the gateway gets the tokens of prompts, where it compares them itself."""
+
+    timeout_seconds: Seconds = Field(
+        0.5, description="the most that a request waits for its tokens; later ones are as none"
+    )
+    rest_seconds: Seconds = Field(
+        10.0, description="how long an engine's /tokenize is left alone after three slow or failed answers in a row"
+    )
+    cache_bytes: Bytes = Field(
+        64 * 2**20, ge=0, description="encoded turns that each local tokenizer remembers, so that it encodes them once"
+    )
+
+
+class TokenizerSettings(Section):
+    """A local tokenizer, asked before the engine's /tokenize. Needs the extra kvroute[tokenizer]."""
+
+    model: str = Field(min_length=1, description="the model's name in requests")
+    path: str = Field(
+        min_length=1, description="its directory: tokenizer.json, tokenizer_config.json, chat_template.jinja"
+    )
+
+
 class Log(Section):
     """What is written to standard error. Prompts, replies and keys never are."""
 
@@ -205,6 +239,8 @@ class Settings(Section):
     routing: Routing = Routing()
     pd: PrefillDecode = PrefillDecode()
     conversations: Conversations = Conversations()
+    tokenize: Tokenize = Tokenize()
+    tokenizers: tuple[TokenizerSettings, ...] = Field((), description="local tokenizers, by model")
     log: Log = Log()
 
     @model_validator(mode="after")
@@ -218,6 +254,9 @@ class Settings(Section):
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if twice:
             raise ValueError(f"endpoints: listed twice: {', '.join(twice)}")
+        models = [item.model for item in self.tokenizers]
+        if len(set(models)) != len(models):
+            raise ValueError("tokenizers: a model is listed twice")
         roles = {endpoint.role for endpoint in self.endpoints}
         if "both" in roles and len(roles) > 1:
             raise ValueError("endpoints: role both cannot be mixed with prefill and decode")

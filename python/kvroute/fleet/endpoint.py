@@ -13,6 +13,24 @@ if TYPE_CHECKING:
     from kvroute.upstream import Origin
 
 Leg = Literal["prefill", "decode", "whole"]
+KvLayout = Literal["full_attention", "other"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Declared:
+    """What an operator says of an engine, for the case that it says nothing itself; None is unknown."""
+
+    bidirectional: bool | None = None
+    kv_layout: KvLayout | None = None
+
+    def contradictions(self, found: Capabilities) -> list[str]:
+        """The settings that the engine's plugin speaks against."""
+        names = []
+        if found.plugin is not None and self.bidirectional not in {None, found.bidirectional}:
+            names.append("bidirectional_kv_xfer")
+        if found.kv_layout is not None and self.kv_layout not in {None, found.kv_layout}:
+            names.append("kv_layout")
+        return names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +56,8 @@ class Capabilities:
     decoder_ttl_seconds: float | None = None
     prefix_caching: bool | None = None
     off: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    recompute_threshold: int | None = None
+    kv_layout: KvLayout | None = None
 
     @classmethod
     def parse(cls, version: str | None, report: Mapping[str, Any] | None) -> Capabilities:
@@ -77,6 +97,17 @@ class Capabilities:
             decoder_ttl_seconds=float(ttl) if isinstance(ttl, (int, float)) and not isinstance(ttl, bool) else None,
             prefix_caching=flag("prefix_caching"),
             off={str(key): str(value) for key, value in off.items()} if isinstance(off, dict) else {},
+            recompute_threshold=whole("kv_recompute_threshold"),
+            # The plugin's API server knows of context parallelism, and not of the groups: those stand in handles.
+            kv_layout="other" if (whole("dcp_size") or 1) > 1 else None,
+        )
+
+    def declared(self, declared: Declared) -> Capabilities:
+        """Fill what the engine does not say with what the operator says of it."""
+        return dataclasses.replace(
+            self,
+            bidirectional=self.bidirectional if self.bidirectional is not None else declared.bidirectional,
+            kv_layout=self.kv_layout if self.kv_layout is not None else declared.kv_layout,
         )
 
 
@@ -85,6 +116,7 @@ class Endpoint:
 
     Attributes:
         url: The engine's base URL, also its name in metrics and logs.
+        declared: What the operator says of it.
         epoch: Grows when the engine restarts or vanishes; a handle of an older epoch is dead.
         healthy: Whether it takes part in routing.
         in_flight: Requests this gateway has running on it, per leg.
@@ -94,6 +126,7 @@ class Endpoint:
         "api_key",
         "capabilities",
         "configured_models",
+        "declared",
         "epoch",
         "failures",
         "healthy",
@@ -106,15 +139,23 @@ class Endpoint:
     )
 
     def __init__(
-        self, url: str, origin: Origin, role: Role, *, api_key: str | None = None, models: tuple[str, ...] | None = None
+        self,
+        url: str,
+        origin: Origin,
+        role: Role,
+        *,
+        api_key: str | None = None,
+        models: tuple[str, ...] | None = None,
+        declared: Declared = Declared(),
     ) -> None:
         self.url = url
         self.origin = origin
         self.role: Role = role
         self.api_key = api_key
         self.configured_models = models
+        self.declared = declared
         self.models: dict[str, dict[str, Any]] = {name: {"id": name, "object": "model"} for name in models or ()}
-        self.capabilities = Capabilities()
+        self.capabilities = Capabilities().declared(declared)
         self.epoch = 0
         self.healthy = False
         self.failures = 0

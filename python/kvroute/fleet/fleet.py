@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvroute.fleet.endpoint import Endpoint
+from kvroute.fleet.endpoint import Declared, Endpoint
 from kvroute.upstream import Origin
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Fleet:
                     item.role,
                     api_key=item.api_key.get_secret_value() if item.api_key is not None else None,
                     models=item.models,
+                    declared=Declared(item.bidirectional_kv_xfer, item.kv_layout),
                 )
                 for item in settings.endpoints
             ),

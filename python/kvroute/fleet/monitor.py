@@ -12,6 +12,8 @@ from kvroute.fleet.probe import Probe
 from kvroute.upstream import Timeouts, UpstreamError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Self
 
     from kvroute.config import Health
@@ -33,6 +35,9 @@ class Monitor:
     at once when a connection is refused. Whenever it leaves, or its instance id changes, its epoch grows: KV handles of
     the old epoch are dead. That this notices every restart rests on ``interval_seconds`` being shorter than an engine's
     start, which takes many seconds.
+
+    Attributes:
+        on_known: Called with an engine after each probe that found it in and looked at all it says.
     """
 
     def __init__(self, fleet: Fleet, pool: Pool, settings: Health) -> None:
@@ -48,6 +53,7 @@ class Monitor:
         self._wake = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
         self._first = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
         self._tasks: list[asyncio.Task[None]] = []
+        self.on_known: list[Callable[[Endpoint], None]] = []
 
     async def __aenter__(self) -> Self:
         self._tasks = [
@@ -109,6 +115,7 @@ class Monitor:
             report = await self._probe.report(endpoint)
             if report is None or report.get("instance") != endpoint.capabilities.instance:
                 self._learn(endpoint, await self._probe.capabilities(endpoint))
+                refresh = True
         endpoint.failures = 0
         if not endpoint.healthy:
             endpoint.healthy = True
@@ -119,6 +126,10 @@ class Monitor:
                 endpoint.capabilities.version,
                 endpoint.capabilities.plugin,
             )
+            refresh = True
+        if refresh:
+            for call in self.on_known:
+                call(endpoint)
 
     def _learn(self, endpoint: Endpoint, found: Capabilities) -> None:
         before = endpoint.capabilities

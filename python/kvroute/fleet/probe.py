@@ -53,14 +53,14 @@ class Probe:
         return tree if tree is not None and isinstance(tree.get("kvroute"), str) else None
 
     async def capabilities(self, endpoint: Endpoint) -> Capabilities:
-        """Version, plugin report and block size together."""
+        """Version, plugin report and block size together, and what the operator declares where the engine is silent."""
         status, body = await self.get(endpoint, "/version")
         version = _object(body) if status == 200 else None
         name = version.get("version") if version is not None else None
         found = Capabilities.parse(name if isinstance(name, str) else None, await self.report(endpoint))
         if found.block_size is None:
             found = dataclasses.replace(found, block_size=await self.block_size(endpoint))
-        return found
+        return found.declared(endpoint.declared)
 
     async def block_size(self, endpoint: Endpoint) -> int | None:
         """Tokens per KV block from the label of ``vllm:cache_config_info``, or None."""

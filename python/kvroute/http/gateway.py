@@ -10,6 +10,8 @@ from kvroute.http.auth import Authenticator
 from kvroute.http.errors import GatewayError
 from kvroute.kv.conversations import MemoryStore
 from kvroute.metrics import Metrics
+from kvroute.plan.reuse import Acting, acting
+from kvroute.tokens import Prompts
 from kvroute.upstream import Pool, Timeouts, UpstreamError
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class Gateway:
         self.metrics = Metrics()
         self.fleet = Fleet.from_settings(settings)
         self.monitor = Monitor(self.fleet, self.pool, settings.health)
+        self.prompts = Prompts(settings, self.pool, self.metrics)
+        self.monitor.on_known.append(self._known)
         self.authenticator = Authenticator(key.get_secret_value() for key in settings.server.api_keys)
         self.store = MemoryStore(
             ttl=settings.conversations.ttl_seconds,
@@ -67,7 +71,21 @@ class Gateway:
         self.draining = False
         self.running = 0
         self._background: set[asyncio.Task[None]] = set()
-        self.metrics.observe(self.fleet, conversations=lambda: len(self.store), draining=lambda: self.draining)
+        self.metrics.observe(
+            self.fleet,
+            conversations=lambda: len(self.store),
+            draining=lambda: self.draining,
+            verifier=lambda prefill: self.acting(prefill).verifier,
+        )
+
+    def acting(self, prefill: Endpoint) -> Acting:
+        """Who compares tokens before the prefill engine reads KV back."""
+        return acting(prefill.capabilities, self.settings.conversations.verify)
+
+    def _known(self, endpoint: Endpoint) -> None:
+        wanted = endpoint.role == "prefill" and self.settings.conversations.enabled
+        if wanted and self.acting(endpoint).verifier == "gateway":
+            self.prompts.learn(endpoint)
 
     def failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
         """Note a failed call to an engine: count it, and have the engine probed or taken out."""
@@ -100,4 +118,5 @@ class Gateway:
             await asyncio.wait(self._background, timeout=2.0)
         for task in self._background:
             task.cancel()
+        await self.prompts.close()
         await self.pool.close()

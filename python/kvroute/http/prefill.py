@@ -10,20 +10,27 @@ from typing import TYPE_CHECKING
 import orjson
 
 from kvroute._core import Body, BodyError
-from kvroute.kv.params import Handle, prefill_params, read_handle
+from kvroute.http.release import release
+from kvroute.http.verification import verify
+from kvroute.kv.params import Handle, Reuse, prefill_params, read_handle
 from kvroute.kv.recipes import RECIPES
-from kvroute.plan.reuse import Decision, decide
+from kvroute.plan.reuse import Action, Decision, decide
+from kvroute.tokens.parity import prompt_of
 from kvroute.upstream import UpstreamError
 
 if TYPE_CHECKING:
+    from array import array
+
     from aiohttp import web
 
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
+    from kvroute.http.verification import Verification
     from kvroute.kv.conversations import Held
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
+    from kvroute.verify.trim import Verdict
 
 _log = logging.getLogger("kvroute.prefill")
 
@@ -47,6 +54,37 @@ class Prefilled:
     deadline: float = 0.0
     prompt_tokens: int | None = None
     refusal: web.StreamResponse | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Offer:
+    """What one engine gets of the conversation's handle.
+
+    Attributes:
+        decision: What happens to it.
+        held: The handle as it is kept.
+        found: What the gateway's own comparison found, None when it did not compare.
+    """
+
+    decision: Decision
+    held: Held
+    found: Verification | None = None
+
+    @property
+    def action(self) -> Action:
+        """What happens to the handle."""
+        return self.decision.action
+
+    @property
+    def handle(self) -> Handle:
+        """The handle as it is sent."""
+        cut = self.found.handle if self.found is not None and self.action == "read" else None
+        return self.held.handle if cut is None else cut
+
+    @property
+    def prompt(self) -> array[int] | None:
+        """The tokens the handle was compared with, when the gateway did that and there is something to read."""
+        return self.found.tokens if self.found is not None and self.action == "read" else None
 
 
 # What an engine answers that takes no more requests now.
@@ -83,16 +121,16 @@ class PrefillLeg:
         busy = True  # so far every engine that answered was
         while waiting and runs < settings.pd.prefill_attempts and connects < settings.routing.connect_attempts:
             endpoint = waiting.pop(0)
-            held, decision = self._turn.held, self._decide(endpoint)
+            offer = await self._offer(endpoint)
             last = not waiting or runs + 1 == settings.pd.prefill_attempts
             try:
-                answer = await self._on(endpoint, held, decision, pass_on_busy=busy and last)
+                answer = await self._on(endpoint, offer, pass_on_busy=busy and last)
             except UpstreamError as error:
                 self._gateway.failed(endpoint, error)
                 if not error.request_sent:
                     connects += 1
                     continue
-                self._note(decision, None)
+                self._note(offer, None)
                 if error.kind == "first_byte_timeout":
                     # A second run would load the next engine while this one may still compute (vLLM 29906).
                     raise self._gateway.answer_for(error) from None
@@ -105,26 +143,23 @@ class PrefillLeg:
             runs += 1
             busy = busy and answer in _BUSY
             self._gateway.metrics.prefill_retries.labels("status").inc()
-            if decision is not None and decision.action == "read" and answer not in _BUSY:
+            if offer is not None and offer.action == "read" and answer not in _BUSY:
                 # A failed read answers 500: the same engine can still compute the prompt.
                 waiting.insert(0, endpoint)
         self._gateway.metrics.whole.labels("prefill_failed").inc()
         return Prefilled()
 
-    async def _on(
-        self, endpoint: Endpoint, held: Held | None, decision: Decision | None, *, pass_on_busy: bool
-    ) -> Prefilled | int:
+    async def _on(self, endpoint: Endpoint, offer: _Offer | None, *, pass_on_busy: bool) -> Prefilled | int:
         """One run; gives the status when another engine may do better.
 
         Args:
             endpoint: The engine.
-            held: The conversation's handle.
-            decision: What happens to it.
+            offer: What it gets of the conversation's handle.
             pass_on_busy: Let the client hear that the engine is full: no other one is left to be asked, and to compute
                 the prompt on decode instead would only move the crowd there.
         """
         gateway, incoming = self._gateway, self._incoming
-        body = self._body(held, decision)
+        body = self._body(offer)
         epoch = endpoint.epoch
         started = time.monotonic()
         with endpoint.flight("prefill"):
@@ -135,29 +170,40 @@ class PrefillLeg:
                 incoming.headers_for(endpoint),
                 body,
                 # A handle is spent once it is sent: the same one twice has answered 200 with other text.
-                replay=decision is None or decision.action == "drop",
-                on_send=lambda: self._spend(decision),
+                replay=offer is None or offer.action == "drop",
+                on_send=lambda: self._spend(offer),
             )
             async with exchange:
                 status = exchange.status
                 if status == 200:
                     reply = await exchange.read(gateway.settings.server.max_reply_bytes)
-                    return self._finish(endpoint, epoch, decision, reply, time.monotonic() - started)
+                    return self._finish(endpoint, epoch, offer, reply, time.monotonic() - started)
                 if pass_on_busy if status in _BUSY else status < 500:
                     relayed = await exchange.relay(
                         incoming.request, hide=True, extra_headers=[(b"X-Request-Id", incoming.request_id.encode())]
                     )
-                    self._note(decision, None)
+                    self._note(offer, None)
                     gateway.relayed(endpoint, relayed)
                     return Prefilled(refusal=relayed.response)
                 await exchange.read(gateway.settings.server.max_reply_bytes)
-        self._note(decision, None)
+        self._note(offer, None)
         return status
 
-    def _decide(self, prefill: Endpoint) -> Decision | None:
+    async def _offer(self, prefill: Endpoint) -> _Offer | None:
+        """What an engine gets of the conversation's handle, if there is one that was sent nowhere yet."""
         held = self._turn.held
         if held is None:
             return None
+        decision = self._decide(held, prefill)
+        if decision.action != "read" or decision.verifier != "gateway":
+            return _Offer(decision, held)
+        found = await verify(self._gateway, self._incoming, held, prefill)
+        decision = self._decide(held, prefill)  # engines may have gone meanwhile
+        if decision.action == "read" and found.handle is None:
+            decision = Decision("discard", found.reason, "gateway")
+        return _Offer(decision, held, found)
+
+    def _decide(self, held: Held, prefill: Endpoint) -> Decision:
         return decide(
             held,
             decode=self._gateway.fleet.get(held.decode),
@@ -166,35 +212,34 @@ class PrefillLeg:
             verify=self._gateway.settings.conversations.verify,
         )
 
-    def _body(self, held: Held | None, decision: Decision | None) -> bytes:
+    def _body(self, offer: _Offer | None) -> bytes:
         incoming = self._incoming
         assert incoming.api is not None
         assert incoming.body is not None
-        if held is None or decision is None or decision.action == "drop":
-            params = prefill_params(incoming.policy)
-        else:
-            decode = self._gateway.fleet.get(held.decode)
-            params = prefill_params(
-                incoming.policy,
-                handle=held.handle,
-                discard=decision.action == "discard",
-                unverified=self._gateway.settings.conversations.verify == "off",
-                decode_host=decode.origin.host if decode is not None else None,
-            )
-        return RECIPES[incoming.api].apply(incoming.body, params)
+        recipe = RECIPES[incoming.api]
+        if offer is None or offer.action == "drop":
+            return recipe.apply(incoming.body, prefill_params(incoming.policy))
+        decode = self._gateway.fleet.get(offer.held.decode)
+        params = prefill_params(
+            incoming.policy,
+            handle=offer.handle,
+            discard=offer.action == "discard",
+            unverified=self._gateway.settings.conversations.verify == "off",
+            decode_host=decode.origin.host if decode is not None else None,
+            prompt=offer.prompt if incoming.api == "chat" else None,
+        )
+        return recipe.apply(incoming.body, params, token_ids=offer.prompt is not None)
 
-    def _finish(
-        self, endpoint: Endpoint, epoch: int, decision: Decision | None, reply: bytes, seconds: float
-    ) -> Prefilled:
+    def _finish(self, endpoint: Endpoint, epoch: int, offer: _Offer | None, reply: bytes, seconds: float) -> Prefilled:
         try:
             answer = Body.scan(reply)
             raw, prompt_tokens = answer.kv_transfer_params, _prompt_tokens(answer.raw("usage"))
         except BodyError:
             raw = prompt_tokens = None
         handoff = read_handle(raw, from_decode=False)
-        self._note(decision, handoff)
+        self._note(offer, handoff)
         metrics = self._gateway.metrics
-        read_back = handoff is not None and handoff.reuse is not None and handoff.reuse.verified > 0
+        read_back = handoff is not None and self._read_back(offer, handoff)
         metrics.prefill.labels("read_back" if read_back else "computed").observe(seconds)
         metrics.paths.labels("read_back" if read_back else "cold").inc()
         if handoff is None:
@@ -202,35 +247,67 @@ class PrefillLeg:
             _log.warning(
                 "%s answered a prefill without KV to hand over; decode computes the prompt itself", endpoint.url
             )
+        elif offer is not None and offer.prompt is not None and prompt_of(reply) != offer.prompt:
+            self._distrust(endpoint, handoff)
+            handoff = None
         deadline = time.monotonic() + self._gateway.settings.pd.handoff_seconds
         return Prefilled(endpoint, handoff, epoch, deadline, prompt_tokens)
 
+    def _distrust(self, endpoint: Endpoint, handoff: Handle) -> None:
+        """The engine computed another prompt than was compared, so what it read may be another prompt's KV."""
+        self._reuse = ("refused", "prompt_differs")
+        self._gateway.metrics.handoffs.labels("prompt_differs").inc()
+        self._gateway.prompts.disprove(
+            endpoint,
+            self._incoming.model,
+            "it computed another prompt than it was asked to, after reading KV for that one: what it cached of this "
+            "turn may be wrong, reset its prefix cache",
+        )
+        release(self._gateway, handoff, endpoint, avoid=())
+
     # -- counting ----------------------------------------------------------------------------------------------------
 
-    def _spend(self, decision: Decision | None) -> None:
+    def _spend(self, offer: _Offer | None) -> None:
         """Spend the handle as decided: the request is about to leave, and is not known to be unread from here on."""
-        if decision is None or self._turn.held is None:
+        if offer is None or self._turn.held is None:
             return
         self._turn.spend()
-        self._gateway.metrics.handles.labels(_FATES[decision.action]).inc()
+        metrics, decision = self._gateway.metrics, offer.decision
+        metrics.handles.labels(_FATES[decision.action]).inc()
+        metrics.verified.labels(decision.verifier).inc()
         # What is known until an answer says more, which none does when the client leaves before it.
         self._reuse = ("unreported", "no_answer") if decision.action == "read" else ("refused", decision.reason)
 
-    def _note(self, decision: Decision | None, handoff: Handle | None) -> None:
-        """Keep what an engine that got a handle to read says of it."""
-        if decision is None or decision.action != "read":
+    def _note(self, offer: _Offer | None, handoff: Handle | None) -> None:
+        """Keep what is known of a handle that an engine got to read, from the engine and from who compared."""
+        if offer is None or offer.action != "read":
             return
-        metrics = self._gateway.metrics
+        verdict = offer.found.verdict if offer.found is not None else None
         if handoff is None:
             self._reuse = ("refused", "prefill_failed")
-        elif handoff.reuse is None:
+        elif handoff.reuse is None and verdict is None:
             self._reuse = ("unreported", "no_report")
         else:
-            reuse = handoff.reuse
-            outcome = reuse.outcome if reuse.outcome in _OUTCOMES else "refused"
-            self._reuse = (outcome, reuse.reason if reuse.reason in _REASONS else "other")
-            metrics.reuse_tokens.labels("claimed").inc(max(0, reuse.claimed))
-            metrics.reuse_tokens.labels("verified").inc(max(0, reuse.verified))
+            self._count(verdict, handoff.reuse)
+
+    def _count(self, verdict: Verdict | None, report: Reuse | None) -> None:
+        """Count reuse as the gateway found it; the engine's word stands where it compared alone, or read less."""
+        if verdict is not None and (report is None or report.outcome in {"hit", "trimmed"}):
+            report = Reuse(verdict.outcome, verdict.reason, verdict.claimed, verdict.verified)
+        assert report is not None
+        self._reuse = (
+            report.outcome if report.outcome in _OUTCOMES else "refused",
+            report.reason if report.reason in _REASONS else "other",
+        )
+        metrics = self._gateway.metrics
+        metrics.reuse_tokens.labels("claimed").inc(max(0, report.claimed))
+        metrics.reuse_tokens.labels("verified").inc(max(0, report.verified))
+
+    @staticmethod
+    def _read_back(offer: _Offer | None, handoff: Handle) -> bool:
+        if handoff.reuse is not None:
+            return handoff.reuse.verified > 0
+        return offer is not None and offer.prompt is not None
 
     def _why_no_handle(self) -> str:
         if not self._gateway.settings.conversations.enabled:

@@ -16,7 +16,7 @@ import orjson
 from kvroute._core import Body, BodyError, Edits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 # The members a client may set: policy of loading and offloading, never an address or a block id.
 POLICY_MEMBERS = ("max_load_tokens", "max_offload_tokens", "kv_load_tiers")
@@ -207,6 +207,7 @@ def prefill_params(
     discard: bool = False,
     unverified: bool = False,
     decode_host: str | None = None,
+    prompt: Sequence[int] | None = None,
 ) -> bytes:
     """The prefill leg's ``kv_transfer_params``.
 
@@ -216,12 +217,17 @@ def prefill_params(
         discard: Count no token of the handle: nothing is read and the decode engine is told to free its blocks.
         unverified: Take the digests out, for engines that are meant to read without verifying (``verify: off``).
         decode_host: Host of the decode engine as this gateway reaches it, see :func:`reachable`.
+        prompt: The tokens that the handle was compared with: chat computes just these and renders nothing again
+            (vLLM 48145).
     """
     extra = policy.text()
     if handle is None:
         return b"{%b,%b}" % (_COLD, extra) if extra else b"{%b}" % _COLD
     edits = _DISCARD if discard else _WITHOUT_DIGESTS if unverified else _READ_BACK
-    return Body.scan(reachable(handle, decode_host)).splice(edits, **policy.members)
+    members = dict(policy.members)
+    if prompt is not None:
+        members["prompt_token_ids"] = orjson.dumps(list(prompt))
+    return Body.scan(reachable(handle, decode_host)).splice(edits, **members)
 
 
 def decode_params(handle: Handle, *, prefill_host: str | None = None, hold: bool | None = None) -> bytes:

@@ -77,17 +77,21 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_edits", Edits(set=self.set, drop=self.drop))
 
-    def apply(self, body: Body, params: bytes) -> bytes:
+    def apply(self, body: Body, params: bytes, *, token_ids: bool = False) -> bytes:
         """The prefill leg's body.
 
         Args:
             body: The client's body.
             params: Raw JSON of ``kv_transfer_params`` for this leg.
+            token_ids: Have the engine return the prompt as it computed it.
         """
+        members = {"kv_transfer_params": params}
+        if token_ids:
+            members["return_token_ids"] = b"true"
         if _forces_a_tool(body.raw("tool_choice")):
             # A forced call cannot be parsed from one token: engines have answered 500 (vLLM 38911).
-            return body.splice(self._edits, kv_transfer_params=params, tool_choice=self.no_tool)
-        return body.splice(self._edits, kv_transfer_params=params)
+            members["tool_choice"] = self.no_tool
+        return body.splice(self._edits, **members)
 
 
 def _forces_a_tool(choice: bytes | None) -> bool:

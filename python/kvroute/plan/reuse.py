@@ -1,8 +1,8 @@
-"""Whether a conversation's decode handle may go to a prefill engine: the gateway's half of "correctness fails closed".
+"""Whether a conversation's decode handle may go to a prefill engine, and who compares the tokens before it is read.
 
-The engines compare the tokens; the gateway makes sure that only engines that do so ever see a handle, that no handle
-outlives the engine run it belongs to, and that a handle which will not be read is discarded in the one way that frees
-the decode engine's blocks.
+Correctness fails closed: only engines ever see a handle that can be read there without harm, no handle outlives the
+engine run it belongs to, one is read only as far as somebody found its tokens equal to the prompt's, and one that will
+not be read is discarded in the one way that frees the decode engine's blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvroute.kv.conversations import Held
 
 Action = Literal["read", "discard", "drop"]
+Verifier = Literal["engine", "gateway", "none"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,10 +29,51 @@ class Decision:
             engine frees its blocks; ``drop``: it is sent nowhere, because nobody could act on it rightly, and the
             decode engine's own deadline frees them.
         reason: For the metric; ``ok`` when read.
+        verifier: Who compares. The gateway does so before anything is sent, and may yet come to ``discard``.
     """
 
     action: Action
     reason: str
+    verifier: Verifier = "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Acting:
+    """Who compares for a prefill engine, and why not the other one.
+
+    Attributes:
+        verifier: The first choice for its handles.
+        engine_cannot: Why its own plugin does not, None when it does.
+        gateway_cannot: Why the gateway could not, None when it could.
+    """
+
+    verifier: Verifier
+    engine_cannot: str | None
+    gateway_cannot: str | None
+
+    @property
+    def reason(self) -> str:
+        """Why nobody compares, in the words of the verifier that was closer to it."""
+        engine = None if self.engine_cannot == "not_configured" else self.engine_cannot
+        return engine or self.gateway_cannot or "ok"
+
+
+def acting(prefill: Capabilities, verify: str) -> Acting:
+    """Who compares tokens for a prefill engine, by what is known of it."""
+    engine = None if prefill.verify_digests else "prefill_does_not_verify"
+    gateway = None
+    if prefill.block_size is None:
+        gateway = "block_size_unknown"
+    elif prefill.kv_layout != "full_attention" and not prefill.verify_digests:  # else its plugin has the last word
+        gateway = "layout_unknown" if prefill.kv_layout is None else "layout"
+    if prefill.bidirectional is not True:
+        engine = gateway = "prefill_unknown" if prefill.bidirectional is None else "prefill_not_bidirectional"
+    if verify == "engine":
+        gateway = "not_configured"
+    elif verify == "gateway":
+        engine = "not_configured"
+    verifier: Verifier = "engine" if engine is None else "gateway" if gateway is None else "none"
+    return Acting(verifier, engine, gateway)
 
 
 # The rules are a list, read from the top, first match wins; splitting it would hide the order.
@@ -43,7 +85,7 @@ def decide(  # noqa: C901, PLR0911
     Args:
         held: The claimed handle.
         decode: The engine that holds the blocks, None when it left the fleet.
-        prefill: What the prefill engine says of itself.
+        prefill: What the prefill engine says of itself, and what is declared of it.
         now: Monotonic seconds.
         verify: The setting ``conversations.verify``.
     """
@@ -63,15 +105,19 @@ def decide(  # noqa: C901, PLR0911
     if prefill.bidirectional is not True:
         # A handle on such an engine hangs the request and its abort leaks blocks: it may not even be discarded there.
         return Decision("drop", "prefill_unknown" if prefill.bidirectional is None else "prefill_not_bidirectional")
-    if not prefill.verify_digests:
-        return Decision("discard", "prefill_does_not_verify")
     if held.handle.scheme is None:
         return Decision("discard", "decode_sends_no_digests")
-    if held.handle.scheme != prefill.scheme:
+    who = acting(prefill, verify)
+    if who.verifier == "none":
+        return Decision("discard", who.reason)
+    if who.verifier == "engine":
+        if held.handle.scheme != prefill.scheme:
+            return Decision("discard", "digest_scheme_differs")
+        if prefill.block_size is None or held.handle.block_size != prefill.block_size:
+            return Decision("discard", "block_size_differs")
+    elif held.handle.scheme != SCHEME:
         return Decision("discard", "digest_scheme_differs")
-    if prefill.block_size is None or held.handle.block_size != prefill.block_size:
-        return Decision("discard", "block_size_differs")
-    return Decision("read", "ok")
+    return Decision("read", "ok", who.verifier)
 
 
 def possible(decode: Capabilities, prefills: list[Endpoint], *, verify: str, recorded: bool = False) -> bool:
@@ -86,10 +132,11 @@ def possible(decode: Capabilities, prefills: list[Endpoint], *, verify: str, rec
     if verify == "off":
         return True
     scheme = SCHEME if recorded else decode.scheme if decode.export_digests else None
-    return scheme is not None and any(
-        endpoint.capabilities.verify_digests
-        and endpoint.capabilities.bidirectional is True
-        and endpoint.capabilities.scheme == scheme
-        and endpoint.capabilities.block_size == decode.block_size
-        for endpoint in prefills
-    )
+    return any(_compares(scheme, decode.block_size, endpoint.capabilities, verify) for endpoint in prefills)
+
+
+def _compares(scheme: str | None, block_size: int | None, prefill: Capabilities, verify: str) -> bool:
+    """Whether somebody compares records of this scheme and block size for a prefill engine."""
+    verifier = acting(prefill, verify).verifier
+    known = prefill.scheme if verifier == "engine" else SCHEME
+    return verifier != "none" and scheme == known and block_size == prefill.block_size

@@ -32,7 +32,7 @@ class Fault:
         seconds: Wall seconds of ``delay``.
         status: Of ``status``.
         message: Of ``status`` and ``stream_error``.
-        path: Only requests of this path.
+        path: Only requests of this path, None for all that generate; ``/tokenize`` can be named as well.
     """
 
     kind: Kind
@@ -89,10 +89,15 @@ class Faults:
         self.cleared.set()
         self.cleared = asyncio.Event()
 
-    def take(self, path: str) -> Fault | None:
-        """The fault that a request on ``path`` meets, if any; counts it."""
+    def take(self, path: str, *, named: bool = False) -> Fault | None:
+        """The fault that a request on ``path`` meets, if any; counts it.
+
+        Args:
+            path: The request's.
+            named: Whether only faults count that name the path: requests that do not generate meet no others.
+        """
         for fault in self.active:
-            if fault.path in (None, path):
+            if fault.path == path or (fault.path is None and not named):
                 if fault.count > 0:
                     fault.count -= 1
                 if fault.count == 0:

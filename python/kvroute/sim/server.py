@@ -211,7 +211,9 @@ class Surface:
         return json_response(self._engine.event_sources())
 
     async def _tokenize(self, request: web.Request) -> web.Response:
+        faults = self._engine.faults
         try:
+            await Exposure(faults.cleared, faults.take(request.path, named=True), request).before()
             members = await Members.read(request, self._engine.spec)
             members.model()
             if "messages" in members.tree:

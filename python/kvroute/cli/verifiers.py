@@ -1,0 +1,106 @@
+"""What is found about who compares tokens before a prefill engine reads KV back, and from which tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvroute.cli.finding import Finding
+from kvroute.plan.reuse import acting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvroute.config import Settings
+    from kvroute.fleet import Endpoint
+    from kvroute.plan.reuse import Acting
+    from kvroute.tokens import Prompts
+
+_ENGINE_CANNOT = {
+    "not_configured": "conversations.verify is gateway",
+    "prefill_does_not_verify": "its plugin does not",
+    "prefill_unknown": "its bidirectional_kv_xfer is unknown",
+    "prefill_not_bidirectional": "its bidirectional_kv_xfer is off",
+}
+_GATEWAY_CANNOT = {
+    "not_configured": "conversations.verify is engine",
+    "block_size_unknown": "its block size is unknown",
+    "layout_unknown": "its KV layout is unknown",
+    "layout": "its KV layout is declared as other",
+    "prefill_unknown": "its bidirectional_kv_xfer is unknown",
+    "prefill_not_bidirectional": "its bidirectional_kv_xfer is off",
+}
+_INSTALL = "pip install kvroute in the engine's environment and start it with VLLM_PLUGINS=kvroute"
+_DO = {
+    "block_size_unknown": "start the engine without --disable-log-stats",
+    "layout_unknown": f"{_INSTALL}, or declare endpoints[].kv_layout",
+    "layout": _INSTALL,
+    "prefill_unknown": f"{_INSTALL}, or declare endpoints[].bidirectional_kv_xfer and kv_layout",
+    "prefill_not_bidirectional": "set kv_connector_extra_config.bidirectional_kv_xfer: true on prefill and decode",
+    "not_configured": f"{_INSTALL}, or set conversations.verify: auto",
+}
+
+
+def verifiers(settings: Settings, prefill: Endpoint, prompts: Prompts | None) -> Iterator[Finding]:
+    """Who compares for one prefill engine, why not the better one, and whether the tokens for it are exact.
+
+    Args:
+        settings: The gateway's.
+        prefill: The engine, probed.
+        prompts: What was found about its prompts' tokens; None leaves that out.
+    """
+    for name in prefill.declared.contradictions(prefill.capabilities):
+        yield Finding(
+            "warning",
+            prefill.url,
+            f"endpoints[].{name} is not what the engine says",
+            "the engine's word counts",
+            "correct the setting, or the engine",
+        )
+    if settings.conversations.verify == "off":
+        yield Finding("warning", prefill.url, "nobody compares tokens", "answers can be wrong", "unset verify: off")
+        return
+    who = acting(prefill.capabilities, settings.conversations.verify)
+    if who.verifier == "engine":
+        yield Finding("ok", prefill.url, "verifies tokens before KV is reused")
+    elif who.verifier == "gateway":
+        yield Finding("ok", prefill.url, f"the gateway verifies tokens before KV is reused: {_why_not(prefill, who)}")
+        if prompts is not None:
+            yield from _tokens(prefill, prompts)
+    else:
+        assert who.gateway_cannot is not None
+        yield Finding(
+            "warning",
+            prefill.url,
+            f"nobody verifies tokens: {_why_not(prefill, who)}, and the gateway cannot: "
+            f"{_GATEWAY_CANNOT[who.gateway_cannot]}",
+            "no KV is read back, every prompt is prefilled from scratch",
+            _DO[who.gateway_cannot],
+        )
+
+
+def _why_not(prefill: Endpoint, who: Acting) -> str:
+    """Why the engine itself does not compare."""
+    if prefill.capabilities.plugin is None and who.engine_cannot != "not_configured":
+        return "kvroute's engine plugin is not there"
+    return _ENGINE_CANNOT[who.engine_cannot or "not_configured"]
+
+
+def _tokens(prefill: Endpoint, prompts: Prompts) -> Iterator[Finding]:
+    proof = prompts.proof(prefill)
+    if proof is None:
+        return
+    if "chat" not in proof.engine and proof.local is None:
+        words = "; ".join(f"{what} {said}" for what, said in proof.against.items()) or "nothing answered"
+        yield Finding(
+            "warning",
+            prefill.url,
+            f"chat prompts have no exact tokens: {words}",
+            "the gateway reads back none of their KV",
+            "install kvroute in the engine; if it wants a key, set endpoints[].api_key",
+        )
+        return
+    sources = [name for name, on in (("/tokenize", proof.engine), ("the local tokenizer", proof.local)) if on]
+    yield Finding("ok", prefill.url, f"{' and '.join(sources)} make the tokens that the engine computes")
+    for what, said in proof.against.items():
+        if proof.mismatch or what == "local":
+            yield Finding("warning", prefill.url, f"{what} {said}", "it is not used for such prompts", "see the log")

@@ -1,0 +1,73 @@
+"""The gateway verifier: gets a prompt's tokens and compares a handle with them, before anything is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+import orjson
+
+from kvroute.kv.comparison import compare
+from kvroute.tokens import NoTokens
+
+if TYPE_CHECKING:
+    from array import array
+
+    from kvroute.fleet import Endpoint
+    from kvroute.http.gateway import Gateway
+    from kvroute.http.intake import Incoming
+    from kvroute.kv.conversations import Held
+    from kvroute.kv.params import Handle
+    from kvroute.verify.trim import Verdict
+
+_log = logging.getLogger("kvroute.verification")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verification:
+    """What the gateway found out about one handle for one prompt.
+
+    Attributes:
+        reason: Why nothing may be read, ``ok`` when something may.
+        verdict: Of the comparison, None when there was none.
+        handle: Cut down to what may be read; None when nothing may.
+        tokens: The prompt's; the engine has to compute these and no others.
+    """
+
+    reason: str
+    verdict: Verdict | None = None
+    handle: Handle | None = None
+    tokens: array[int] | None = None
+
+
+async def verify(gateway: Gateway, incoming: Incoming, held: Held, prefill: Endpoint) -> Verification:
+    """Compare a claimed handle with the tokens that ``prefill`` will compute.
+
+    No tokens, or none in time, means that nothing is read: the turn's end brings a newer handle in place of this one,
+    so keeping it would only keep the decode engine's blocks.
+    """
+    assert incoming.body is not None
+    if _is_adapter(prefill, incoming.model):
+        # A name may be pointed at another adapter, and only the engine knows which one is behind it.
+        return Verification("lora")
+    try:
+        found = await gateway.prompts.of(prefill, incoming.api, incoming.body, incoming.headers_for(prefill))
+    except NoTokens as error:
+        _log.debug("%s: no tokens of a prompt: %s", prefill.url, error)
+        return Verification("no_tokens")
+    compared = compare(held.handle, found.ids, prefill.capabilities, salt=_salt(incoming))
+    verdict = compared.verdict
+    if compared.handle is None:
+        return Verification(verdict.reason, verdict)
+    return Verification("ok", verdict, compared.handle, found.ids)
+
+
+def _is_adapter(prefill: Endpoint, model: str | None) -> bool:
+    return model is not None and prefill.models.get(model, {}).get("parent") is not None
+
+
+def _salt(incoming: Incoming) -> str | None:
+    assert incoming.body is not None
+    salt = orjson.loads(incoming.body.raw("cache_salt") or b"null")
+    return salt if isinstance(salt, str) else None

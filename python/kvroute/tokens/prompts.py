@@ -1,0 +1,232 @@
+"""The tokens of a request's prompt, from whichever proven source is fastest, within a budget of time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kvroute.aio import timeout
+from kvroute.fleet.probe import headers_for
+from kvroute.tokens.breaker import Breaker
+from kvroute.tokens.engine import FAULTS, tokenize
+from kvroute.tokens.local import LocalTokenizer
+from kvroute.tokens.parity import Asked, Proof, prove
+from kvroute.tokens.request import Ask, ContentFormat, NoTokens, read_ask
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Sequence
+
+    from kvroute._core import Body
+    from kvroute.config import Settings
+    from kvroute.fleet import Endpoint
+    from kvroute.metrics import Metrics
+    from kvroute.plan.api import Api
+    from kvroute.upstream import Pool
+
+_log = logging.getLogger("kvroute.tokens")
+Source = Literal["request", "engine", "local"]
+
+_IN_THREAD = 16 * 2**10  # bytes of JSON whose rendering and encoding may hold the event loop up: about a millisecond
+_RETRY_SECONDS = 30.0
+_MOST_MODELS = 256  # per gateway: where an engine lists none, their names come from clients
+_MODELS_AT_START = 4
+
+Key = tuple[str, "str | None"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt's tokens.
+
+    Attributes:
+        ids: Exact.
+        source: Where they come from; ``request``: the client sent token ids.
+    """
+
+    ids: array[int]
+    source: Source
+
+
+class Prompts:
+    """Makes prompts' tokens.
+
+    Args:
+        settings: All settings; ``tokenize`` and ``tokenizers`` are used.
+        pool: The connections to engines.
+        metrics: Where it is counted.
+
+    Raises:
+        TokenizerError: A configured local tokenizer cannot be used.
+    """
+
+    def __init__(self, settings: Settings, pool: Pool, metrics: Metrics) -> None:
+        self._budget = settings.tokenize.timeout_seconds
+        self._rest = settings.tokenize.rest_seconds
+        self._pool = pool
+        self._metrics = metrics
+        self._local = {
+            item.model: LocalTokenizer.load(Path(item.path).expanduser(), cache_bytes=settings.tokenize.cache_bytes)
+            for item in settings.tokenizers
+        }
+        self._proofs: dict[Key, Proof] = {}
+        self._proving: dict[Key, asyncio.Task[None]] = {}
+        self._breakers: dict[str, Breaker] = {}
+
+    async def of(
+        self, endpoint: Endpoint, api: Api | None, body: Body, headers: Sequence[tuple[bytes, bytes]]
+    ) -> Tokens:
+        """The tokens that ``endpoint`` will compute for a request's prompt.
+
+        Args:
+            endpoint: The engine.
+            api: The request's.
+            body: The client's body.
+            headers: For a call to this engine in the client's name.
+
+        Raises:
+            NoTokens: There are none that are known to be exact, or not in time.
+        """
+        started = time.monotonic()
+        try:
+            tokens = await self._of(endpoint, api, body, headers)
+        except NoTokens as error:
+            self._metrics.tokenized.labels("none", error.reason).inc()
+            raise
+        self._metrics.tokenized.labels(tokens.source, "ok").inc()
+        self._metrics.tokenize_seconds.labels(tokens.source).observe(time.monotonic() - started)
+        return tokens
+
+    async def _of(
+        self, endpoint: Endpoint, api: Api | None, body: Body, headers: Sequence[tuple[bytes, bytes]]
+    ) -> Tokens:
+        ask = read_ask(api, body)
+        if ask.ids is not None:
+            return Tokens(ask.ids, "request")
+        proof = self._proof_for(endpoint, ask.model)
+        deadline = time.monotonic() + self._budget
+        local = self._local.get(self._model(endpoint, ask.model) or "")
+        if local is not None and proof.local is not None and local.renders(ask):
+            try:
+                return Tokens(await self._render(local, ask, proof.local), "local")
+            except NoTokens as error:
+                if error.reason == "slow":
+                    raise
+        if not ask.needs <= proof.engine:
+            raise NoTokens("unproven", f"/tokenize is not proven for {', '.join(sorted(ask.needs - proof.engine))}")
+        return Tokens(await self._ask_engine(endpoint, ask, headers, max(deadline - time.monotonic(), 0.001)), "engine")
+
+    async def _render(self, local: LocalTokenizer, ask: Ask, content: ContentFormat) -> array[int]:
+        if len(ask) < _IN_THREAD:
+            return local.tokens(ask, content)
+        try:
+            async with timeout(self._budget):
+                return await asyncio.to_thread(local.tokens, ask, content)
+        except asyncio.TimeoutError:
+            # The thread goes on, and what it encodes is remembered for the next turn.
+            raise NoTokens("slow", f"local tokenisation took more than {self._budget:g} s") from None
+
+    async def _ask_engine(
+        self, endpoint: Endpoint, ask: Ask, headers: Sequence[tuple[bytes, bytes]], seconds: float
+    ) -> array[int]:
+        breaker = self._breaker(endpoint)
+        if not breaker.admit():
+            raise NoTokens("resting", f"/tokenize of {endpoint.url} was slow or failed and is left alone for a while")
+        try:
+            tokens = await tokenize(self._pool, endpoint.origin, headers, ask.body(), seconds=seconds)
+        except NoTokens as error:
+            if error.reason in FAULTS:
+                breaker.failed()
+            else:
+                breaker.succeeded()
+            raise
+        breaker.succeeded()
+        return tokens
+
+    def _breaker(self, endpoint: Endpoint) -> Breaker:
+        known = self._breakers.get(endpoint.url)
+        if known is None:
+
+            def opened() -> None:
+                self._metrics.tokenize_rests.labels(endpoint.url).inc()
+                _log.warning("/tokenize of %s is slow or fails: left alone for %g s", endpoint.url, self._rest)
+
+            known = self._breakers[endpoint.url] = Breaker(rest=self._rest, on_open=opened)
+        return known
+
+    # -- proofs ------------------------------------------------------------------------------------------------------
+
+    def proof(self, endpoint: Endpoint, model: str | None = None) -> Proof | None:
+        """What is known of the sources for one model on one engine since its last start, None before it was asked."""
+        proof = self._proofs.get((endpoint.url, self._model(endpoint, model)))
+        return proof if proof is not None and proof.epoch == endpoint.epoch else None
+
+    def learn(self, endpoint: Endpoint) -> None:
+        """Compare the sources with an engine that came in or restarted, in the background."""
+        names: list[str | None] = [name for name, entry in endpoint.models.items() if entry.get("parent") is None]
+        for name in names[:_MODELS_AT_START] or [None]:
+            if self.proof(endpoint, name) is None:
+                self._start(endpoint, name)
+
+    async def settled(self) -> None:
+        """Return when no comparison is running."""
+        while self._proving:
+            await asyncio.wait(list(self._proving.values()))
+
+    def disprove(self, endpoint: Endpoint, model: str | None, words: str) -> None:
+        """An engine computed another prompt than a source had said: believe none of this model's until it restarts."""
+        _log.error("%s: %s; its prompts are not tokenised any more until it restarts", endpoint.url, words)
+        self._proofs[(endpoint.url, self._model(endpoint, model))] = Proof(
+            endpoint.epoch, against={"all": words}, mismatch=True
+        )
+
+    def _proof_for(self, endpoint: Endpoint, model: str | None) -> Proof:
+        proof = self.proof(endpoint, model)
+        if proof is None or (proof.retry_at is not None and time.monotonic() >= proof.retry_at):
+            self._start(endpoint, model)
+        if proof is None:
+            raise NoTokens("unproven", "not compared with the engine yet")
+        return proof
+
+    def _start(self, endpoint: Endpoint, model: str | None) -> None:
+        key = (endpoint.url, self._model(endpoint, model))
+        if key in self._proving or (key not in self._proofs and len(self._proofs) >= _MOST_MODELS):
+            return
+        task = asyncio.get_running_loop().create_task(self._prove(endpoint, key), name=f"compare tokens {endpoint.url}")
+        self._proving[key] = task
+        task.add_done_callback(lambda _: self._proving.pop(key, None))
+
+    async def _prove(self, endpoint: Endpoint, key: Key) -> None:
+        proof = await prove(
+            Asked(self._pool, endpoint.origin, headers_for(endpoint)),
+            model=key[1],
+            epoch=endpoint.epoch,
+            local=self._local.get(key[1] or ""),
+            retry_at=time.monotonic() + _RETRY_SECONDS,
+        )
+        self._proofs[key] = proof
+        level = logging.WARNING if proof.mismatch or proof.retry_at is not None else logging.INFO
+        against = "; ".join(f"{what}: {words}" for what, words in proof.against.items())
+        _log.log(
+            level,
+            "prompts of %s on %s: /tokenize is exact for %s, the local tokenizer %s%s",
+            key[1],
+            endpoint.url,
+            ", ".join(sorted(proof.engine)) or "nothing",
+            "is exact" if proof.local else "is not used",
+            f" ({against})" if against else "",
+        )
+
+    def _model(self, endpoint: Endpoint, model: str | None) -> str | None:
+        return model if model is not None else next(iter(endpoint.models), None)
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+        tasks = list(self._proving.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
