@@ -71,6 +71,7 @@ class EngineSpec:
 
 PREFILL = EngineSpec("prefill", "prefill", events=True, environment=(("VLLM_SERVER_DEV_MODE", "1"),))
 DECODE = EngineSpec("decode", "decode")
+PLAIN_DECODE = EngineSpec("plain-decode", "decode", plugin=False)
 UNVERIFIED = EngineSpec("unverified", "prefill", verify=False, prefix_caching=False)
 UNIDIRECTIONAL = EngineSpec("unidirectional", "prefill", bidirectional=False)
 

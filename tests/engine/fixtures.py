@@ -14,6 +14,7 @@ import pytest
 from . import environment, model
 from .engines import (
     DECODE,
+    PLAIN_DECODE,
     PREFILL,
     START_DEADLINE_SECONDS,
     UNIDIRECTIONAL,
@@ -36,6 +37,7 @@ LOGS = Path("~/.cache/kvroute/logs").expanduser()
 
 FIXTURES: dict[str, tuple[EngineSpec, ...]] = {
     "pair": (PREFILL, DECODE),
+    "plain_decode": (PLAIN_DECODE,),
     "unverified": (UNVERIFIED,),
     "unidirectional": (UNIDIRECTIONAL,),
 }
@@ -103,6 +105,14 @@ def pair(pool: Pool) -> tuple[Engine, Engine]:
     prefill, decode = pool.engines(*FIXTURES["pair"])
     warm_up(prefill, decode)
     return prefill, decode
+
+
+@pytest.fixture(scope="session")
+def plain_decode(pool: Pool, pair: tuple[Engine, Engine]) -> Engine:
+    """A decode engine without the plugin, for the same prefill engine."""
+    (decode,) = pool.engines(*FIXTURES["plain_decode"])
+    warm_up(pair[0], decode)
+    return decode
 
 
 @pytest.fixture(scope="session")
