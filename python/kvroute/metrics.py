@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from kvroute import __version__
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvroute.fleet import Endpoint, Fleet
+    from kvroute.kv.ledger import Ledger
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -68,7 +69,12 @@ class Metrics:
         )
         self.prefill_retries = counter("pd_prefill_retries", "Prefill legs that were run again.", "reason")
         self.handoffs = counter("pd_handoffs", "Hand-offs from prefill to decode.", "outcome")
-        self.releases = counter("pd_releases", "Hand-offs nobody took whose release was asked of an engine.", "outcome")
+        self.releases = counter(
+            "kv_releases",
+            "Blocks that nobody will read: whether an engine was asked to have their holder free them.",
+            "direction",
+            "outcome",
+        )
         self.reuse = counter("kv_reuse", "Turns by what became of the decode engine's KV.", "outcome", "reason")
         self.reuse_tokens = counter(
             "kv_reuse_tokens",
@@ -106,6 +112,7 @@ class Metrics:
     def observe(
         self,
         fleet: Fleet,
+        ledger: Ledger,
         *,
         conversations: Callable[[], int],
         draining: Callable[[], bool],
@@ -113,10 +120,35 @@ class Metrics:
     ) -> None:
         """Read gauges from the fleet and the store at scrape time, so that a removed engine leaves no series behind."""
         self.registry.register(_State(fleet, conversations, draining, verifier))
+        self.registry.register(_Pinned(ledger))
 
     def text(self) -> bytes:
         """The exposition in Prometheus text format."""
         return generate_latest(self.registry)
+
+
+class _Pinned:
+    """What decode engines are estimated to hold for conversations."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def collect(self) -> Iterator[Metric]:
+        by = ("endpoint",)
+        handles = GaugeMetricFamily(
+            "kvroute_pinned_handles", "Turns whose KV the engine is estimated to hold.", labels=by
+        )
+        blocks = GaugeMetricFamily("kvroute_pinned_blocks", "KV blocks of those.", labels=by)
+        seconds = CounterMetricFamily(
+            "kvroute_pinned_block_seconds", "KV blocks times the seconds that each was held.", labels=by
+        )
+        for pinned in self._ledger.pinned():
+            handles.add_metric((pinned.endpoint,), float(pinned.handles))
+            blocks.add_metric((pinned.endpoint,), float(pinned.blocks))
+            seconds.add_metric((pinned.endpoint,), pinned.block_seconds)
+        yield handles
+        yield blocks
+        yield seconds
 
 
 class _State:

@@ -40,13 +40,22 @@ ANSWERED: Script = [json_reply(ANSWER)]
 both_modes = pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 
 
+def _releases(request: Recorded) -> bool:
+    return b'"model":"kvroute-releases-kv"' in request.body
+
+
 class Engine(ScriptedUpstream):
     """A scripted engine that answers probes apart, so that its script and `calls` are about clients' requests."""
 
     @property
     def calls(self) -> list[Recorded]:
         """The requests of clients, or of the legs they were split into."""
-        return [request for request in self.requests if request.method == "POST"]
+        return [request for request in self.requests if request.method == "POST" and not _releases(request)]
+
+    @property
+    def releases(self) -> list[Recorded]:
+        """Requests that this engine has to refuse, so that another one frees blocks."""
+        return [request for request in self.requests if _releases(request)]
 
     async def call(self, number: int = 0) -> Recorded:
         """Waits until this call, counted from 0, has come whole."""
@@ -55,6 +64,8 @@ class Engine(ScriptedUpstream):
         return self.calls[number]
 
     async def _script(self, request: Recorded) -> Script:
+        if _releases(request):
+            return [json_reply(b"{}", status="404 Not Found")]
         if request.method != "GET":
             return await super()._script(request)
         known = {"/health": b"", "/version": b'{"version":"0.32.0"}', "/v1/models": b'{"data":[{"id":"m"}]}'}

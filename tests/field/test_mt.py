@@ -15,6 +15,8 @@ from tests.field.pair import Engine, answered, ask, asks, client_of, handle, ove
 from tests.support.gateway import until
 from tests.support.scripted import DONE, LAST_CHUNK, RST, chunk, json_reply, stream_head
 
+SYSTEM_ALONE = BASE.replace(b'"user"', b'"system"')
+
 
 class Numbered:
     """A decode engine's script that returns a handle of its own, `d1-1`, `d1-2` and so on, with every answer."""
@@ -276,14 +278,20 @@ async def test_mt_08_conversation_id_reaches_no_engine(mode, body, seen):
 
 
 @pytest.mark.parametrize(
-    ("body", "able", "holds"),
-    [(turn(), True, True), (BASE, True, False), (turn(), False, False)],
-    ids=["conversation", "one shot", "nobody can read it"],
+    ("body", "able", "found", "holds"),
+    [
+        (turn(), True, False, True),
+        (BASE, True, True, True),
+        (BASE, True, False, False),
+        (SYSTEM_ALONE, True, True, False),
+        (turn(), False, True, False),
+    ],
+    ids=["conversation", "messages", "messages that name nothing", "no message of its own", "nobody can read it"],
 )
-async def test_mt_10_decode_holds_blocks_only_for_a_turn_that_can_read_them(body, able, holds):
+async def test_mt_10_decode_holds_blocks_only_for_a_turn_that_can_read_them(body, able, found, holds):
     prefill, decode = pair()
     prefill.plugin = plugin("p1", features={"verify_digests": able})
-    async with over(prefill=[prefill], decode=[decode]) as gateway:
+    async with over(prefill=[prefill], decode=[decode], conversations__find_by_messages=found) as gateway:
         await ask(gateway, body)
     assert asks(decode.calls[0]).get("kvroute_hold", True) is holds
 

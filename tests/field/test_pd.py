@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OK = [json_reply(ANSWER)]
+RELEASES, HANDOFF = "kvroute_kv_releases_total", "prefill_to_decode"
 REFUSED = [json_reply(b'{"error":"strict"}', status="400 Bad Request")]
 PATHS = {"chat": CHAT, "completions": "/v1/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 PROMPTS = {
@@ -241,39 +242,31 @@ async def test_pd_04_a_hand_off_that_no_decode_engine_takes_is_counted():
             await engine.__aexit__()
         answer = await ask(gateway, BASE)
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="abandoned") == 1
-        assert gateway.metric("kvroute_pd_releases_total", outcome="no_engine") == 1
+        assert gateway.metric(RELEASES, direction=HANDOFF, outcome="no_engine") == 1
     assert (answer.status, answer.header("retry-after")) == (503, b"1")
     assert len(prefill.calls) == 1
 
 
 async def test_pd_04_a_hand_off_that_no_decode_engine_takes_is_released_through_another_engine():
-    def script(request):
-        gone = [json_reply(b"{}", status="404 Not Found")]
-        return PREFILLED if json.loads(request.body)["model"] == "m" else gone
-
-    prefills, decode = [Engine(script), Engine(script)], Engine(OK)
+    prefills, decode = [Engine(PREFILLED), Engine(PREFILLED)], Engine(OK)
     async with over(prefill=prefills, decode=[decode]) as gateway:
         await decode.__aexit__()
         assert (await ask(gateway, BASE)).status == 503
-        await until(lambda: gateway.metric("kvroute_pd_releases_total", outcome="sent") == 1)
-    holder, other = sorted(prefills, key=lambda engine: json.loads(engine.calls[0].body)["model"] != "m")
-    assert [asks(call) for call in other.calls] == [json.loads(KVP)]
-    assert len(holder.calls) == 1
+        await until(lambda: gateway.metric(RELEASES, direction=HANDOFF, outcome="sent") == 1)
+    holder, other = sorted(prefills, key=lambda engine: not engine.calls)
+    assert [asks(call) for call in other.releases] == [json.loads(KVP)]
+    assert (len(holder.calls), holder.releases, other.calls) == (1, [], [])
 
 
 async def test_pd_04_a_client_that_leaves_while_decode_is_connected_to_has_the_blocks_released():
-    def script(request):
-        gone = [json_reply(b"{}", status="404 Not Found")]
-        return PREFILLED if json.loads(request.body)["model"] == "m" else gone
-
-    prefills, decode = [Engine(script), Engine(script)], Engine(OK)
+    prefills, decode = [Engine(PREFILLED), Engine(PREFILLED)], Engine(OK)
     async with over(prefill=prefills, decode=[decode], timeouts__connect_seconds=30) as gateway:
         await decode.__aexit__()
         with BlackHole(decode.port):
             asked = asyncio.create_task(ask(gateway, BASE))
             await until(lambda: any(engine.calls for engine in prefills) and connecting(gateway, decode))
             asked.cancel()
-            await until(lambda: gateway.metric("kvroute_pd_releases_total", outcome="sent") == 1)
+            await until(lambda: gateway.metric(RELEASES, direction=HANDOFF, outcome="sent") == 1)
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="abandoned") == 1
     assert decode.calls == []
 
@@ -292,7 +285,7 @@ async def test_pd_04_a_decode_engine_that_resets_may_have_read_the_blocks(kept):
         answer = await ask(gateway, BASE)
         assert total(gateway, "kvroute_upstream_errors_total", kind="reset") == 1
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="unanswered") == 1
-        assert total(gateway, "kvroute_pd_releases_total") == 0
+        assert total(gateway, RELEASES) == 0
     assert answer.status == 502
     assert (len(prefill.calls), len(decodes[0].calls + decodes[1].calls)) == (1, 1)
 

@@ -194,8 +194,8 @@ async def test_a_prefill_engine_that_does_not_verify_discards_the_handle(fleet, 
     assert broken(prefill, decode) == []
 
 
-async def test_one_shot_requests_leave_nothing_held(fleet, prefill, decode, client):
-    async with running(prefill=[prefill.url], decode=[decode.url]) as gateway:
+async def test_requests_that_nothing_names_leave_nothing_held(fleet, prefill, decode, client):
+    async with running(prefill=[prefill.url], decode=[decode.url], conversations__find_by_messages=False) as gateway:
         await Talk(fleet, client, gateway).say(FIRST)
 
         assert legs(decode)[0]["kvroute_hold"] is False
@@ -263,7 +263,9 @@ async def test_a_hand_off_that_no_decode_engine_takes_is_released_through_anothe
         await fleet["d"].stop()
         async with client.post(gateway.url + "/v1/chat/completions", json=QUESTION) as answer:
             assert answer.status == 503
-        await until(lambda: gateway.metric("kvroute_pd_releases_total", outcome="sent") == 1)
+        await until(
+            lambda: gateway.metric("kvroute_kv_releases_total", direction="prefill_to_decode", outcome="sent") == 1
+        )
 
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="abandoned") == 1
         (ran,) = [name for name in ("p1", "p2") for params in legs(fleet[name]) if params["do_remote_decode"]]
@@ -279,7 +281,7 @@ async def test_without_another_engine_an_abandoned_hand_off_waits_out_its_lease(
         await decode.stop()
         async with client.post(gateway.url + "/v1/chat/completions", json=QUESTION) as answer:
             assert answer.status == 503
-        assert gateway.metric("kvroute_pd_releases_total", outcome="no_engine") == 1
+        assert gateway.metric("kvroute_kv_releases_total", direction="prefill_to_decode", outcome="no_engine") == 1
         assert len(posts(prefill)) == 1
         assert prefill.pinned_blocks() > 0
         fleet.advance(prefill.spec.lease_seconds)

@@ -172,8 +172,26 @@ class Conversations(Section):
         450.0,
         description="age at which a handle is given up; must stay below the engine's own (480 s)",
     )
+    unnamed_ttl_seconds: Seconds = Field(
+        60.0,
+        description="the same for a conversation without an id that has not gone on yet: most such requests never do",
+    )
+    find_by_messages: bool = Field(
+        True,
+        description="a request without an id finds its conversation by its first messages; in prefill/decode fleets",
+    )
     max_entries: int = Field(
         100_000, ge=1, description="conversations remembered; the least recently used one goes first"
+    )
+    max_handles_per_endpoint: int = Field(
+        1000, ge=1, description="handles kept of one decode engine; what goes is released on the engine at once"
+    )
+    max_pinned_share: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="part of a decode engine's KV blocks that kept handles may pin, where the engine says how many it "
+        "has; one handle may always stay",
     )
     verify: Literal["auto", "engine", "gateway", "off"] = Field(
         "auto",
@@ -189,6 +207,12 @@ class Conversations(Section):
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
         return "off" if value is False else value  # YAML reads a bare off as false
+
+    @model_validator(mode="after")
+    def _unnamed_ones_are_shorter(self) -> Conversations:
+        if self.unnamed_ttl_seconds > self.ttl_seconds and "unnamed_ttl_seconds" in self.model_fields_set:
+            raise ValueError("unnamed_ttl_seconds must be at most ttl_seconds")
+        return self
 
     @model_validator(mode="after")
     def _off_is_admitted(self) -> Conversations:

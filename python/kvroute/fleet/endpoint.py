@@ -46,6 +46,7 @@ class Capabilities:
     instance: str | None = None
     engine_id: str | None = None
     block_size: int | None = None
+    gpu_blocks: int | None = None
     connector: str | None = None
     bidirectional: bool | None = None
     scheme: str | None = None

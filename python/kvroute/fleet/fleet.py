@@ -75,6 +75,10 @@ class Fleet:
             rotated.sort(key=lambda endpoint: endpoint.load)  # stable: the rotation decides ties
         return rotated
 
+    def model_names(self) -> set[str]:
+        """The models of all engines, whatever their state."""
+        return {name for endpoint in self.endpoints for name in endpoint.models}
+
     def models(self) -> list[dict[str, Any]]:
         """The merged model list: every model of a healthy engine once, as the first engine that has it describes it."""
         merged: dict[str, dict[str, Any]] = {}

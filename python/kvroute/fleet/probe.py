@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from kvroute.upstream import Pool, Timeouts
 
 CAPABILITIES_PATH = "/kvroute/capabilities"
-_BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{[^}]*block_size="(\d+)"', re.MULTILINE)
+_CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_LABEL = re.compile(rb'([a-z_]+)="(\d+)"')
 _LIMIT = 8 * 2**20
 
 
@@ -58,15 +59,16 @@ class Probe:
         version = _object(body) if status == 200 else None
         name = version.get("version") if version is not None else None
         found = Capabilities.parse(name if isinstance(name, str) else None, await self.report(endpoint))
-        if found.block_size is None:
-            found = dataclasses.replace(found, block_size=await self.block_size(endpoint))
+        cache = await self.cache(endpoint) if found.block_size is None or endpoint.role == "decode" else {}
+        block_size = found.block_size if found.block_size is not None else cache.get("block_size")
+        found = dataclasses.replace(found, block_size=block_size, gpu_blocks=cache.get("num_gpu_blocks"))
         return found.declared(endpoint.declared)
 
-    async def block_size(self, endpoint: Endpoint) -> int | None:
-        """Tokens per KV block from the label of ``vllm:cache_config_info``, or None."""
+    async def cache(self, endpoint: Endpoint) -> dict[str, int]:
+        """The whole numbers among the labels of ``vllm:cache_config_info``: tokens per block, number of blocks."""
         status, body = await self.get(endpoint, "/metrics")
-        match = _BLOCK_SIZE.search(body) if status == 200 else None
-        return int(match.group(1)) if match else None
+        match = _CACHE.search(body) if status == 200 else None
+        return {name.decode(): int(value) for name, value in _LABEL.findall(match.group(1))} if match else {}
 
     async def models(self, endpoint: Endpoint) -> dict[str, dict[str, Any]] | None:
         """The engine's entries of ``/v1/models`` by name, as they are; None when it does not list them."""

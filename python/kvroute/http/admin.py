@@ -1,4 +1,4 @@
-"""What the gateway answers itself: its health, its readiness, its metrics, the merged model list."""
+"""What the gateway answers itself: its health, its readiness, its metrics, the model list, the end of conversations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvroute.http.errors import GatewayError, error_response
 from kvroute.http.intake import request_ids
+from kvroute.kv.names import Name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -21,7 +22,7 @@ class Admin:
     """Handlers of the gateway's own routes.
 
     Health and metrics need no key: orchestrators and scrapers call them, and they hold no prompt, key or client name.
-    The model list does.
+    The rest does.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -35,6 +36,7 @@ class Admin:
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
             web.get("/v1/models", self._with_key(self.models)),
+            web.delete("/conversations/{id}", self._with_key(self.end_conversation)),
         ]
 
     async def health(self, _request: web.Request) -> web.Response:
@@ -59,6 +61,24 @@ class Admin:
         if not models:
             raise GatewayError(503, "no healthy engine lists a model now", retry_after=1)
         return _json({"object": "list", "data": models})
+
+    async def end_conversation(self, request: web.Request) -> web.Response:
+        """204 when the conversation is forgotten and its blocks are being released; 404 when there is none.
+
+        An id is known per model, so ``?model=`` names one of several; a tenant sees none but its own.
+        """
+        gateway, conversation = self._gateway, request.match_info["id"]
+        tenant = gateway.authenticator.tenant(request.headers)
+        asked = request.query.get("model")
+        models = {None, *gateway.fleet.model_names()} if asked is None else {asked}
+        names = [Name(tenant, model, "id", conversation) for model in models]
+        found = [name for name in names if gateway.store.knows(name)]
+        if not found:
+            raise GatewayError(404, "no conversation of this id is remembered", param="id")
+        if len(found) > 1:
+            raise GatewayError(400, "several models have a conversation of this id: add ?model=", param="model")
+        gateway.store.end(found[0])
+        return web.Response(status=204)
 
     def _with_key(
         self, handler: Callable[[web.Request], Awaitable[web.Response]]

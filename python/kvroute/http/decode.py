@@ -8,9 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvroute.http.errors import GatewayError
-from kvroute.http.release import release
-from kvroute.kv.conversations import Held
 from kvroute.kv.decoded import ASKING_BODY, NoRecord, ids_wanted, keys_of, recorded
+from kvroute.kv.held import Held
 from kvroute.kv.params import decode_params, read_handle
 from kvroute.kv.recipes import CLIENT_BODY
 from kvroute.plan.history import History
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
     from kvroute.upstream import Tap, Timeouts, TokenIds
+
+_USUAL_DECODER_TTL = 480.0  # of an engine that does not say its own: vLLM's default
 
 
 class DecodeLeg:
@@ -87,7 +88,7 @@ class DecodeLeg:
             return
         self._gateway.metrics.handoffs.labels("abandoned").inc()
         if free:
-            release(self._gateway, self._handoff, self._prefilled.endpoint, avoid=self._tried)
+            self._gateway.releases.handoff(self._handoff, self._prefilled.endpoint, avoid=self._tried)
         self._handoff = None
 
     async def _on(self, endpoint: Endpoint) -> web.StreamResponse:
@@ -163,7 +164,7 @@ class DecodeLeg:
         able = endpoint.capabilities
         self._answer_ids = self._ids_wanted(endpoint)
         verify, prefills = self._gateway.settings.conversations.verify, list(self._plan.prefills)
-        wanted = self._turn.key is not None and possible(
+        wanted = self._turn.continuable and possible(
             able, prefills, verify=verify, recorded=self._answer_ids is not None
         )
         params = decode_params(self._handoff, prefill_host=holder.origin.host, hold=wanted if able.hold else None)
@@ -174,7 +175,7 @@ class DecodeLeg:
         incoming, able = self._incoming, endpoint.capabilities
         verify = self._gateway.settings.conversations.verify
         if (
-            self._turn.key is None
+            not self._turn.continuable
             or able.export_digests
             or able.block_size is None
             or able.bidirectional is False
@@ -195,23 +196,26 @@ class DecodeLeg:
             tap: What its answer told, None when that broke off.
             ended: The earliest that the engine can have ended, on the monotonic clock.
         """
+        gateway, turn = self._gateway, self._turn
         handle = self._handle(endpoint, tap)
-        fates = self._gateway.metrics.handles
-        if self._turn.key is None:
-            if handle is not None:
-                fates.labels("no_conversation").inc()
-            return
         held = None
+        fate = "not_returned" if turn.continuable else None
         if handle is not None:
-            ttl = self._gateway.settings.conversations.ttl_seconds
-            engine_ttl = endpoint.capabilities.decoder_ttl_seconds
-            if engine_ttl is not None:
-                ttl = min(ttl, engine_ttl * 15 / 16)  # the margin of the defaults: 450 of 480 s
+            settings, engine_ttl = gateway.settings.conversations, endpoint.capabilities.decoder_ttl_seconds
+            if engine_ttl is None:
+                engine_ttl = _USUAL_DECODER_TTL
+            # The margin of the defaults: 450 of 480 s.
+            ttl = min(settings.ttl_seconds if turn.proven else settings.unnamed_ttl_seconds, engine_ttl * 15 / 16)
             # Counted from the engine's end: a client that reads slowly must not make the blocks look younger.
-            held = Held(handle, endpoint.url, epoch, ended + ttl, self._history(handle))
-        fates.labels("stored" if held is not None else "not_returned").inc()
-        if self._turn.finish(endpoint.url, held) is not None:
-            fates.labels("replaced").inc()
+            held = Held(handle, endpoint.url, epoch, ended + ttl, self._history(handle), turn.proven)
+            gateway.ledger.pin(held, until=ended + engine_ttl)
+            fate = "stored" if turn.continuable else "no_conversation"
+        if fate is not None:
+            gateway.metrics.handles.labels(fate).inc()
+        if held is not None and not turn.continuable:
+            gateway.releases.unused(held)
+            held = None
+        turn.finish(endpoint.url, held, response_of(self._incoming, tap))
 
     def _handle(self, endpoint: Endpoint, tap: Tap | None) -> Handle | None:
         """The handle that an answer brought, with the gateway's record where the engine made none."""
@@ -234,3 +238,11 @@ class DecodeLeg:
         if body is None or prompt_tokens is None or not self._gateway.settings.pd.direct_max_uncached_tokens:
             return None
         return History.of(body, prompt_tokens=prompt_tokens, held_tokens=handle.tokens)
+
+
+def response_of(incoming: Incoming, tap: Tap | None) -> str | None:
+    """The id by which a next request may continue the response that an engine made; None on other APIs."""
+    if incoming.api != "responses" or tap is None or tap.error:
+        return None
+    response: str | None = getattr(tap, "response_id", None)
+    return response

@@ -12,7 +12,7 @@ from kvroute.http.errors import GatewayError, error_response
 from kvroute.http.intake import Incoming, may_be_json, read_body, request_ids, scan_body
 from kvroute.http.legs import serve_legs
 from kvroute.http.whole import serve_direct, serve_whole
-from kvroute.kv.conversations import Claim, Key
+from kvroute.kv.names import names_of
 from kvroute.kv.params import Policy
 from kvroute.kv.turn import Turn
 from kvroute.plan.api import APIS, whole_reason
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
-    from kvroute.kv.conversations import Held
+    from kvroute.kv.conversations import Claim
+    from kvroute.kv.held import Held
+    from kvroute.kv.names import Names
     from kvroute.plan.plan import Plan
 
 _log = logging.getLogger("kvroute.http")
@@ -113,9 +115,8 @@ class Dispatcher:
 
     async def _serve(self, incoming: Incoming) -> tuple[web.StreamResponse, str]:
         self._check_model(incoming.model)
-        conversation = incoming.conversation
-        key = Key(incoming.tenant, incoming.model, conversation) if conversation is not None else None
-        with Turn(self._gateway.store if self._gateway.settings.conversations.enabled else None, key) as turn:
+        store = self._gateway.store if self._gateway.settings.conversations.enabled else None
+        with Turn(store, self._names(incoming)) as turn:
             plan = self._plan(incoming, turn.claim, direct=self._direct(incoming, turn.held))
             if plan.mode == "direct":
                 answer = await serve_direct(self._gateway, incoming, plan, turn)
@@ -130,6 +131,18 @@ class Dispatcher:
             else:
                 response = await serve_whole(self._gateway, incoming, plan, turn)
         return response, plan.mode
+
+    def _names(self, incoming: Incoming) -> Names | None:
+        settings = self._gateway.settings
+        return names_of(
+            incoming.body,
+            incoming.api,
+            tenant=incoming.tenant,
+            conversation=incoming.conversation,
+            # An aggregated fleet has no handle to find, and its engines share the load of what is alike.
+            by_messages=settings.conversations.find_by_messages and settings.disaggregated,
+            by_cache_key=settings.disaggregated,
+        )
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and not self._gateway.fleet.knows(model):

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvroute.fleet import Fleet, Monitor
 from kvroute.http.auth import Authenticator
 from kvroute.http.errors import GatewayError
-from kvroute.kv.conversations import MemoryStore
+from kvroute.http.release import Releases
+from kvroute.kv.conversations import Limits, MemoryStore
+from kvroute.kv.ledger import Ledger
 from kvroute.metrics import Metrics
 from kvroute.plan.reuse import Acting, acting
 from kvroute.tokens import Prompts
 from kvroute.upstream import Pool, Timeouts, UpstreamError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from kvroute.config import Settings
     from kvroute.fleet import Endpoint
+    from kvroute.kv.held import Held
     from kvroute.upstream import Relayed
 
+_SWEEP_SECONDS = 1.0
 # Status and words for the client, by what went wrong with the engine before its first byte.
 _ANSWERS = {
     "connect": (503, "the engine refused the connection"),
@@ -63,16 +71,25 @@ class Gateway:
         self.prompts = Prompts(settings, self.pool, self.metrics)
         self.monitor.on_known.append(self._known)
         self.authenticator = Authenticator(key.get_secret_value() for key in settings.server.api_keys)
+        self.ledger = Ledger(self._epoch)
+        self.releases = Releases(self)
+        kept = settings.conversations
         self.store = MemoryStore(
-            ttl=settings.conversations.ttl_seconds,
-            max_entries=settings.conversations.max_entries,
-            on_drop=lambda _held, reason: self.metrics.handles.labels(reason).inc(),
+            Limits(
+                entries=kept.max_entries,
+                seconds=kept.ttl_seconds,
+                unproven_seconds=min(kept.unnamed_ttl_seconds, kept.ttl_seconds),
+                handles=kept.max_handles_per_endpoint,
+                blocks=self._pinnable,
+            ),
+            on_drop=self.give_up,
         )
         self.draining = False
         self.running = 0
         self._background: set[asyncio.Task[None]] = set()
         self.metrics.observe(
             self.fleet,
+            self.ledger,
             conversations=lambda: len(self.store),
             draining=lambda: self.draining,
             verifier=lambda prefill: self.acting(prefill).verifier,
@@ -86,6 +103,36 @@ class Gateway:
         wanted = endpoint.role == "prefill" and self.settings.conversations.enabled
         if wanted and self.acting(endpoint).verifier == "gateway":
             self.prompts.learn(endpoint)
+
+    def _epoch(self, url: str) -> int:
+        endpoint = self.fleet.get(url)
+        return endpoint.epoch if endpoint is not None else -1
+
+    def _pinnable(self, url: str) -> float:
+        """Blocks of a decode engine that kept handles may pin."""
+        endpoint = self.fleet.get(url)
+        blocks = endpoint.capabilities.gpu_blocks if endpoint is not None else None
+        return math.inf if blocks is None else blocks * self.settings.conversations.max_pinned_share
+
+    def give_up(self, held: Held, reason: str) -> None:
+        """Note that nobody will use a handle, which was sent nowhere, and have its blocks freed."""
+        self.metrics.handles.labels(reason).inc()
+        self.releases.unused(held)
+
+    @asynccontextmanager
+    async def keeping(self) -> AsyncIterator[None]:
+        """Forget conversations in time for as long as the context lasts, and all of them at its end."""
+        task = asyncio.create_task(self._sweep(), name="forget conversations")
+        try:
+            yield
+        finally:
+            task.cancel()
+            self.store.clear()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self.store.sweep()
 
     def failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
         """Note a failed call to an engine: count it, and have the engine probed or taken out."""

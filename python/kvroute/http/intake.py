@@ -14,6 +14,7 @@ from aiohttp import web
 from kvroute._core import Body, BodyError
 from kvroute.aio import timeout
 from kvroute.http.errors import GatewayError
+from kvroute.kv.names import LONGEST_ID
 from kvroute.kv.params import ParamsError, Policy, client_policy
 from kvroute.upstream import forward_headers
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
-_LONGEST_CONVERSATION_ID = 256
 # Replaced by the gateway's own on every leg; Content-Encoding, because engines get the body decoded.
 _OWN_HEADERS = frozenset({b"x-request-id", b"traceparent", b"content-encoding"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
@@ -74,10 +74,8 @@ class Incoming:
         if self.body is not None and self.body.conversation_id:
             return self.body.conversation_id
         session = self.request.headers.get("X-Session-ID")
-        if session is not None and len(session.encode("utf-8", "surrogateescape")) > _LONGEST_CONVERSATION_ID:
-            raise GatewayError(
-                400, f"header X-Session-ID must be at most {_LONGEST_CONVERSATION_ID} bytes", param="X-Session-ID"
-            )
+        if session is not None and len(session.encode("utf-8", "surrogateescape")) > LONGEST_ID:
+            raise GatewayError(400, f"header X-Session-ID must be at most {LONGEST_ID} bytes", param="X-Session-ID")
         return session or None
 
     def headers_for(self, endpoint: Endpoint) -> list[tuple[bytes, bytes]]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import orjson
 
 from kvroute._core import Body, BodyError
-from kvroute.http.release import release
 from kvroute.http.verification import verify
 from kvroute.kv.params import Handle, Reuse, prefill_params, read_handle
 from kvroute.kv.recipes import RECIPES
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
     from kvroute.http.verification import Verification
-    from kvroute.kv.conversations import Held
+    from kvroute.kv.held import Held
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
     from kvroute.verify.trim import Verdict
@@ -238,6 +237,9 @@ class PrefillLeg:
             raw = prompt_tokens = None
         handoff = read_handle(raw, from_decode=False)
         self._note(offer, handoff)
+        if offer is not None and offer.decision.action != "drop" and self._turn.spent is not None:
+            # Read or not, an engine that took the handle and answers has told the decode engine to free the blocks.
+            self._gateway.ledger.freed(self._turn.spent)
         metrics = self._gateway.metrics
         read_back = handoff is not None and self._read_back(offer, handoff)
         metrics.prefill.labels("read_back" if read_back else "computed").observe(seconds)
@@ -263,7 +265,7 @@ class PrefillLeg:
             "it computed another prompt than it was asked to, after reading KV for that one: what it cached of this "
             "turn may be wrong, reset its prefix cache",
         )
-        release(self._gateway, handoff, endpoint, avoid=())
+        self._gateway.releases.handoff(handoff, endpoint, avoid=())
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
@@ -271,10 +273,13 @@ class PrefillLeg:
         """Spend the handle as decided: the request is about to leave, and is not known to be unread from here on."""
         if offer is None or self._turn.held is None:
             return
-        self._turn.spend()
+        held = self._turn.spend()
         metrics, decision = self._gateway.metrics, offer.decision
-        metrics.handles.labels(_FATES[decision.action]).inc()
         metrics.verified.labels(decision.verifier).inc()
+        if decision.action == "drop":
+            self._gateway.give_up(held, "dropped")
+        else:
+            metrics.handles.labels(_FATES[decision.action]).inc()
         # What is known until an answer says more, which none does when the client leaves before it.
         self._reuse = ("unreported", "no_answer") if decision.action == "read" else ("refused", decision.reason)
 
@@ -312,7 +317,7 @@ class PrefillLeg:
     def _why_no_handle(self) -> str:
         if not self._gateway.settings.conversations.enabled:
             return "off"
-        if self._turn.key is None:
+        if not self._turn.continuable:
             return "no_conversation"
         if self._turn.claim.held is not None:
             return "not_sent"
@@ -343,5 +348,5 @@ _REASONS = frozenset(
         "verification_off",
     }
 )
-_FATES = {"read": "sent", "discard": "discarded", "drop": "dropped"}
+_FATES = {"read": "sent", "discard": "discarded"}
 _OUTCOMES = frozenset({"hit", "trimmed", "refused", "unverified"})

@@ -29,6 +29,10 @@ _LONGEST_COUNT = len(str(2**63))  # digits; Python refuses to read numbers of th
 _NOTHING = Edits()
 _DISCARD = Edits(set={"do_remote_decode": b"true", "do_remote_prefill": b"false", "remote_num_tokens": b"0"})
 _READ_BACK = Edits(set={"do_remote_decode": b"true", "do_remote_prefill": b"false"})
+_RELEASE = Edits(
+    set={"do_remote_decode": b"false", "do_remote_prefill": b"true"},
+    drop=("kvroute", "kvroute_prompt", "kvroute_reuse"),
+)
 _WITHOUT_DIGESTS = Edits(set={"do_remote_decode": b"true", "do_remote_prefill": b"false"}, drop=("kvroute",))
 
 
@@ -242,6 +246,16 @@ def decode_params(handle: Handle, *, prefill_host: str | None = None, hold: bool
     if hold is None or hold:
         return raw
     return Body.scan(raw).splice(_NOTHING, kvroute_hold=b"false")
+
+
+def release_params(handle: Handle, *, holder_host: str) -> bytes:
+    """The ``kv_transfer_params`` of a request that is made to be refused, so that the holder of ``handle`` is told.
+
+    Args:
+        handle: What a prefill or a decode engine returned, and nobody will read.
+        holder_host: Host of that engine as this gateway reaches it, see :func:`reachable`.
+    """
+    return Body.scan(reachable(handle, holder_host)).splice(_RELEASE)
 
 
 def aggregated_params(policy: Policy, *, bidirectional: bool | None) -> bytes | None:
