@@ -107,6 +107,49 @@ async def test_two_branches_are_both_right_and_one_of_them_reads(fleet, prefill,
     assert broken(prefill, decode) == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_continued_on_the_engine_that_has_it(stream):
+    specs = [simulated.prefill(), *(simulated.decode(f"d{number}") for number in range(3))]
+    async with SimFleet(specs, time_scale=0) as fleet, gateway_of(fleet) as gateway, client_of(gateway) as client:
+        previous = openai.omit
+        for text in (FIRST, "six", "seven", "eight"):
+            asked = {"model": MODEL, "input": text, "max_output_tokens": 8, "previous_response_id": previous}
+            if stream:
+                events = [event async for event in await client.responses.create(**asked, stream=True)]
+                previous = events[-1].response.id
+            else:
+                previous = (await client.responses.create(**asked)).id
+        assert sorted(len(posts(engine)) for engine in fleet if engine.spec.role == "decode") == [0, 0, 4]
+        assert gateway.metric("kvroute_pd_whole_total", reason="stored_response") == 3
+        # The first turn ran in two legs. Its handle is of no use to one that only its engine can go on with.
+        assert gateway.metric("kvroute_kv_handles_total", fate="stored") == 1
+        assert gateway.metric("kvroute_kv_handles_total", fate="ended") == 1
+        assert gateway.metric("kvroute_conversations") == 1
+
+
+async def test_responses_are_found_by_their_input_as_well(fleet, prefill, decode):
+    async with gateway_of(fleet) as gateway, client_of(gateway) as client:
+        first = await client.responses.create(model=MODEL, input=FIRST, max_output_tokens=12)
+        items = [{"role": "user", "content": FIRST}, {"role": "assistant", "content": first.output_text}]
+        await client.responses.create(
+            model=MODEL, input=[*items, {"role": "user", "content": "six"}], max_output_tokens=12
+        )
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="hit", reason="ok") == 1
+    assert broken(prefill, decode) == []
+
+
+async def test_messages_of_anthropics_api_are_found_too(fleet, prefill, decode, http):
+    async with gateway_of(fleet) as gateway:
+        messages = [{"role": "user", "content": FIRST}]
+        for text in ("six", "seven"):
+            body = {"model": MODEL, "system": "be short", "messages": messages, "max_tokens": 12}
+            async with http.post(gateway.url + "/v1/messages", json=body) as answer:
+                said = (await answer.json())["content"][0]["text"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": text}]
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="hit", reason="ok") == 1
+    assert broken(prefill, decode) == []
+
+
 # -- nothing stays pinned for nothing ----------------------------------------------------------------------------------
 
 

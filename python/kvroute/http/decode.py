@@ -244,5 +244,4 @@ def response_of(incoming: Incoming, tap: Tap | None) -> str | None:
     """The id by which a next request may continue the response that an engine made; None on other APIs."""
     if incoming.api != "responses" or tap is None or tap.error:
         return None
-    response: str | None = getattr(tap, "response_id", None)
-    return response
+    return tap.response_id
