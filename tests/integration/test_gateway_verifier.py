@@ -160,7 +160,9 @@ async def test_an_engine_that_computes_another_prompt_is_found_out(fleet, client
 
         assert gateway.metric("kvroute_kv_reuse_total", outcome="refused", reason="prompt_differs") == 1
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="prompt_differs") == 1
-        await until(lambda: gateway.metric("kvroute_pd_releases_total", outcome="sent") == 1)
+        await until(
+            lambda: gateway.metric("kvroute_kv_releases_total", direction="prefill_to_decode", outcome="sent") == 1
+        )
         for text in ("seven", "eight"):
             await talk.say(text)
         assert gateway.metric("kvroute_prompts_tokenized_total", source="none", outcome="unproven") == 1

@@ -10,7 +10,7 @@ import pytest
 from kvroute.sim import SimFleet
 from tests.support import simulated
 from tests.support.gateway import running, until
-from tests.support.simulated import COLD, MODEL, broken, cold_text, legs, posts, pulled
+from tests.support.simulated import COLD, MODEL, broken, cold_text, legs, posts, pulled, releases
 
 FIRST = "a little water of the old block, " * 8
 
@@ -270,7 +270,7 @@ async def test_a_hand_off_that_no_decode_engine_takes_is_released_through_anothe
         assert gateway.metric("kvroute_pd_handoffs_total", outcome="abandoned") == 1
         (ran,) = [name for name in ("p1", "p2") for params in legs(fleet[name]) if params["do_remote_decode"]]
         (through,) = {"p1", "p2"} - {ran}
-        (release,) = legs(fleet[through])
+        (release,) = releases(fleet[through])
         assert release["remote_engine_id"] == f"{ran}-1"
         assert fleet[ran].pinned_blocks() == 0
         assert broken(*fleet) == []

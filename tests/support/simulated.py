@@ -38,12 +38,25 @@ def both(name: str = "e", **members: Any) -> EngineSpec:
 
 
 def posts(*engines: Engine) -> list[Call]:
-    """The requests of clients, or of the legs they were split into: all but probes."""
+    """The requests of clients, or of the legs they were split into: all but probes and releases."""
+    return [call for call in _posts(*engines) if not _releases(call)]
+
+
+def releases(*engines: Engine) -> list[dict[str, Any]]:
+    """``kv_transfer_params`` of the requests that engines had to refuse, so that others free blocks."""
+    return [call.params for call in _posts(*engines) if _releases(call) and call.params is not None]
+
+
+def _posts(*engines: Engine) -> list[Call]:
     calls = []
     for engine in engines:
         assert len(engine.calls) < RECORD
         calls += [call for call in engine.calls if call.method == "POST"]
     return calls
+
+
+def _releases(call: Call) -> bool:
+    return b'"model":"kvroute-releases-kv"' in call.raw
 
 
 def legs(*engines: Engine) -> list[dict[str, Any]]:
@@ -60,7 +73,8 @@ def broken(*engines: Engine) -> list[str]:
     found = [f"{engine.spec.name}: {violation}" for engine in engines for violation in engine.violations]
     for role in ("prefill", "decode"):
         those = [engine for engine in engines if engine.spec.role == role]
-        named = Counter(params["remote_request_id"] for params in legs(*those) if params.get("remote_block_ids"))
+        sent = [*legs(*those), *releases(*those)]
+        named = Counter(params["remote_request_id"] for params in sent if params.get("remote_block_ids"))
         found += [f"{role}: {name} sent {count} times" for name, count in named.items() if count > 1]
     for call in posts(*engines):
         if (call.params or {}).get("do_remote_decode") and call.body.get("stream") is not False:

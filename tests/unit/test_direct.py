@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvroute._core import Body
 from kvroute.fleet import Endpoint
 from kvroute.fleet.endpoint import Capabilities
-from kvroute.kv.conversations import Held
+from kvroute.kv.held import Held
 from kvroute.kv.params import Handle
 from kvroute.plan.direct import goes_direct
 from kvroute.plan.history import History

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from kvroute.fleet.endpoint import Capabilities, Endpoint
-from kvroute.kv.conversations import Held
+from kvroute.kv.held import Held
 from kvroute.kv.params import Handle
 from kvroute.plan.reuse import acting, decide, possible
 from kvroute.upstream import Origin

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
-    from kvroute.kv.conversations import Held
+    from kvroute.kv.held import Held
     from kvroute.kv.params import Handle
     from kvroute.verify.trim import Verdict
 

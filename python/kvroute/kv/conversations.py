@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from kvroute.kv.names import Name, Names
 
-__all__ = ["Claim", "Held", "Limits", "MemoryStore", "Store"]
-
 _NAMES = 8  # of one entry: ids of responses, the last of which is the one that is continued
 _PREFIXES = 2  # of those, of its message list: the last turn's, and the turn's before, which is where a branch begins
 _NAMESAKES = 8  # conversations that began with the same messages

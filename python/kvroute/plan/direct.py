@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvroute.fleet.endpoint import Endpoint
-    from kvroute.kv.conversations import Held
+    from kvroute.kv.held import Held
 
 
 def goes_direct(held: Held, decode: Endpoint | None, uncached: int | None, *, limit: int, now: float) -> bool:

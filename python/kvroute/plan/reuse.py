@@ -14,7 +14,7 @@ from kvroute.verify.digests import SCHEME
 
 if TYPE_CHECKING:
     from kvroute.fleet.endpoint import Capabilities, Endpoint
-    from kvroute.kv.conversations import Held
+    from kvroute.kv.held import Held
 
 Action = Literal["read", "discard", "drop"]
 Verifier = Literal["engine", "gateway", "none"]
