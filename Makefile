@@ -34,8 +34,8 @@ test: dev ## all tests but those on real engines
 soak: dev ## ten minutes of conversations on simulated engines that fail at random
 	KVROUTE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/soak -s
 
-verify-reuse: dev ## 20,000 turns of changing conversations on simulated engines, every text compared with a cold run
-	$(BIN)/python -m tests.reuse
+verify-reuse: dev ## every text of 20,000 changing turns each way on simulated engines, 320 on real ones
+	$(BIN)/python -m tests.reuse --real-turns 160
 
 lint: dev ## ruff, mypy, clippy, rustfmt
 	$(BIN)/ruff check

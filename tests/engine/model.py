@@ -27,9 +27,12 @@ MAX_POSITIONS = 32_768
 TRAINING_WORDS = 60_000
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\ntools {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+"""ChatML, and of what else changes a prompt: tools, and one argument."""
 
 WORDS = """
 a about above across act add after again air all also always an and animal answer any are around as ask at away back

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvroute.sim.api import Reply
 from kvroute.sim.body import Members
@@ -30,13 +30,13 @@ class Cold:
         tokens: Token ids whose KV a decode engine holds at the end: prompt and reply without its last token. None
             where they are not known, or where the engine leaves no handle.
         prompt: How many of them are the prompt's.
-        keys: What else decides the KV: LoRA, salt, media.
+        keys: What else decides the KV: adapter, images, salt.
     """
 
     text: str
     tokens: list[int] | None = None
     prompt: int = 0
-    keys: object = None
+    keys: tuple[Any, ...] = ()
 
 
 class SimulatedCold:
@@ -69,4 +69,4 @@ class SimulatedCold:
         (sequence,) = generation.sequences
         stopped = isinstance(reply.stop_reason, str)
         tokens = None if stopped else [*ask.prompts[0], *reply.tokens[:-1]]
-        return Cold(reply.text, tokens, len(ask.prompts[0]), sequence.extra_keys)
+        return Cold(reply.text, tokens, sequence.prompt_tokens, sequence.extra_keys(0, sequence.prompt_tokens))

@@ -36,11 +36,11 @@ class Bench(Protocol):
     async def cold(self, request: Request) -> Cold:
         """What is right."""
 
-    def reused(self) -> int:
+    async def reused(self) -> int:
         """Tokens that prefill engines have read from decode engines so far."""
 
     def crossed(self) -> int:
-        """Requests so far that read KV of another salt."""
+        """Requests so far that read KV of another salt, where that can be known."""
 
     async def disturb(self, event: str) -> None:
         """Do to the engines what a shape asks for: ``expire``, ``restart_prefill``, ``restart_decode``."""
@@ -78,12 +78,12 @@ class Drive:
         if talk.event is not None:
             await bench.disturb(talk.event)
             self._held.clear()
-        before = bench.reused(), bench.crossed()
+        before, crossed_before = await bench.reused(), bench.crossed()
         answers = await asyncio.gather(*map(bench.send, requests))
-        reused = bench.reused() - before[0]
+        reused = await bench.reused() - before
         counts = self._tally.row(bench.row or requests[0].shape)
         counts.reused += reused
-        crossed = bench.crossed() - before[1]
+        crossed = bench.crossed() - crossed_before
         for request, answer in zip(requests, answers, strict=True):
             right = await bench.cold(request)
             counts.turns += 1

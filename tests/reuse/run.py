@@ -25,7 +25,12 @@ LEAST_REUSE = 0.2
 
 
 async def simulate(
-    way: Way, conversations: int, *, seed: int = SEED, progress: Callable[[str, Tally], None] | None = None
+    way: Way,
+    conversations: int,
+    *,
+    seed: int = SEED,
+    only: str | None = None,
+    progress: Callable[[str, Tally], None] | None = None,
 ) -> Tally:
     """Take conversations through all worlds, to each its share.
 
@@ -33,6 +38,7 @@ async def simulate(
         way: Who decides about handles.
         conversations: How many in all, some ``TURNS`` requests each.
         seed: Of the first one; the same for the same world, whatever the way.
+        only: Name of a world in which all take place.
         progress: Called with the name of the world and the counts so far, now and then.
 
     Returns:
@@ -42,8 +48,11 @@ async def simulate(
         AssertionError: When something was done to an engine that may not be.
     """
     total = Tally()
-    weights = sum(world.weight for world in WORLDS.values())
-    for number, (name, world) in enumerate(WORLDS.items()):
+    worlds = [(name, world) for name, world in WORLDS.items() if world.ways is None or way in world.ways]
+    weights = sum(world.weight for name, world in worlds if only in {None, name})
+    for number, (name, world) in enumerate(worlds):
+        if only not in {None, name}:
+            continue
         first = seed + number * 1_000_000
         seeds = range(first, first + max(1, conversations * world.weight // weights))
         for start in range(0, len(seeds), BATCH):

@@ -74,29 +74,31 @@ class Tally:
 
 
 def table(tallies: Mapping[str, Tally]) -> str:
-    """A Markdown table: a row per shape, and for each run its turns, tokens reused and wrong answers."""
-    names = list(tallies)
-    head = ["", *(f"{name}: tokens reused | wrong" for name in names)]
-    lines = ["| | turns | " + " | ".join(head[1:]) + " |", "|---|---|" + "---|---|" * len(names)]
-    order = [*TITLES, *(row for tally in tallies.values() for row in tally.rows if row not in TITLES)]
-    for row in dict.fromkeys(order):
-        found = [tally.rows.get(row) for tally in tallies.values()]
-        if any(found):
-            turns = max(counts.turns for counts in found if counts)
-            lines.append(_line(TITLES.get(row, row), turns, found))
-    totals: list[Counts | None] = [tally.total for tally in tallies.values()]
-    lines.append(_line("**all**", max(counts.turns for counts in totals if counts), totals))
+    """A Markdown table: a row per shape, and for each run the tokens reused, of how many, and wrong answers.
+
+    Args:
+        tallies: Runs by the name that stands over their columns.
+    """
+    head = "".join(f"{name}: reused | wrong | " for name in tallies)
+    lines = [f"| | turns | {head}".rstrip(), "|---|---|" + "---|---|" * len(tallies)]
+    special = (row for tally in tallies.values() for row in tally.rows if row not in TITLES)
+    for row in dict.fromkeys((*TITLES, *special)):
+        found = [tally.rows.get(row, Counts()) for tally in tallies.values()]
+        if any(counts.turns for counts in found):
+            lines.append(_line(TITLES.get(row, row), found))
+    lines.append(_line("**all**", [tally.total for tally in tallies.values()]))
     return "\n".join(lines)
 
 
-def _line(title: str, turns: int, found: list[Counts | None]) -> str:
-    cells = [title, f"{turns:,}"]
+def _line(title: str, found: list[Counts]) -> str:
+    cells = [title, f"{max(counts.turns for counts in found):,}"]
     for counts in found:
-        if counts is None or not counts.turns:
+        if not counts.turns:
             cells += ["–", "–"]
             continue
-        # Per turn times the row's turns would compare better, but is not what was counted.
-        wrong = counts.wrong + counts.crossed
-        failed = f" + {counts.failed} errors" if counts.failed else ""
-        cells += [f"{counts.reused:,}", f"{wrong:,}{failed}"]
-    return "| " + " | ".join(cells) + " |"
+        errors = f", {counts.failed:,} errors" if counts.failed else ""
+        cells += [
+            f"{counts.reused:,} ({100 * counts.reused / max(counts.prompt, 1):.0f}%)",
+            f"{counts.wrong + counts.crossed:,}{errors}",
+        ]
+    return f"| {' | '.join(cells)} |"

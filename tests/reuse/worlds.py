@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import aiohttp
+import yaml
 
 from kvroute.sim import EngineSpec, SimFleet
 from kvroute.upstream import UpstreamError
@@ -28,12 +31,24 @@ if TYPE_CHECKING:
 
     from .conversation import Answer, Conversation, Request
 
-Way = Literal["engine", "engine_off", "message_rule", "example_proxy"]
-"""Who decides about handles: the gateway with a verifier, the same with its verification off, or a baseline."""
+Way = Literal["engine", "gateway", "engine_off", "gateway_off", "message_rule", "example_proxy"]
+"""Who decides about handles: the gateway with one of its verifiers, the same with verification off, or a baseline."""
 
+TITLES: dict[Way, str] = {
+    "engine": "engine verifier",
+    "gateway": "gateway verifier",
+    "engine_off": "engine verifier off",
+    "gateway_off": "gateway verifier off",
+    "message_rule": "message rule",
+    "example_proxy": "example proxy",
+}
 MODEL, OTHER = "sim", "other"
 WAYS: tuple[Way, ...] = get_args(Way)
-VERIFYING: tuple[Way, ...] = ("engine",)
+VERIFYING: tuple[Way, ...] = ("engine", "gateway")
+OFF: tuple[Way, ...] = ("engine_off", "gateway_off")
+BY_GATEWAY: tuple[Way, ...] = ("gateway", "gateway_off")
+"""Prefill engines run without the plugin."""
+
 BASELINES: dict[str, type[Baseline]] = {"message_rule": MessageRule, "example_proxy": ExampleProxy}
 
 HELD_CONVERSATIONS = 20
@@ -63,6 +78,7 @@ class World:
         weight: Of all conversations, how many take place here.
         exact: Whether every whole block that is equal must be read back.
         together: Conversations that take turns.
+        ways: Who can decide here; None: everybody.
         engines: Members of all engines.
         prefill: Members of the prefill engines.
         decode: Members of the decode engines.
@@ -74,6 +90,7 @@ class World:
     weight: int
     exact: bool = False
     together: int = 1
+    ways: tuple[Way, ...] | None = None
     engines: dict[str, Any] = field(default_factory=dict)
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +111,13 @@ WORLDS: dict[str, World] = {
     "thinking": World("a model that thinks; the template strips it", QUIET, 1, engines={"thinks": True}),
     "groups": World("two KV-cache groups (sliding window)", QUIET, 1, engines={"sliding_window": 64}),
     "drafts": World("speculative decoding: handles overstate", QUIET, 1, decode={"speculative_tokens": 5}),
+    "unplugged": World(
+        "no plugin on any engine, answers not streamed",
+        replace(QUIET, streamed=0.0),
+        1,
+        ways=BY_GATEWAY,
+        decode={"plugin": False},
+    ),
     "direct": World("short turns straight to decode", QUIET, 1, settings={"pd__direct_max_uncached_tokens": 256}),
 }
 
@@ -105,6 +129,7 @@ class SimulatedBench:
         world: What fleet it is.
         fleet: It runs.
         client: Connections.
+        way: Who decides.
         gateway: None with a baseline.
         baseline: None with the gateway.
     """
@@ -114,6 +139,7 @@ class SimulatedBench:
         world: World,
         fleet: SimFleet,
         client: aiohttp.ClientSession,
+        way: Way,
         *,
         gateway: Running | None = None,
         baseline: type[Baseline] | None = None,
@@ -121,6 +147,7 @@ class SimulatedBench:
         self.menu = world.menu
         self.row = world.row
         self.block_size = 16 if world.exact and gateway is not None else None
+        self.way = way
         self._fleet = fleet
         self._client = client
         self._gateway = gateway
@@ -153,9 +180,13 @@ class SimulatedBench:
 
     async def cold(self, request: Request) -> Cold:
         """Compute."""
-        return await self._cold.run(request)
+        cold = await self._cold.run(request)
+        if self.way in BY_GATEWAY and set(cold.keys) - {request.body.get("cache_salt")}:
+            # The gateway cannot know the tokens of images, nor which adapter is behind a name.
+            return replace(cold, tokens=None)
+        return cold
 
-    def reused(self) -> int:
+    async def reused(self) -> int:
         """As prefill engines count."""
         return sum(
             core.stats.by_source["external_kv_transfer"]
@@ -186,12 +217,19 @@ class SimulatedBench:
         if self._gateway is None:
             await engine.restart()
             return
+        # As in life, where an engine takes longer to start than the gateway to notice that it is gone.
+        await engine.crash()
+        await self._noticed(engine, healthy=False)
+        await engine.start()
+        await self._noticed(engine, healthy=True)
+        await self._gateway.gateway.prompts.settled()
+
+    async def _noticed(self, engine: Engine, *, healthy: bool) -> None:
+        assert self._gateway is not None
         endpoint = self._gateway.endpoint(engine.url)
-        epoch = endpoint.epoch
-        await engine.restart()
-        error = UpstreamError("reset", engine.url, "restarted", request_sent=False)
+        error = UpstreamError("reset", engine.url, "is probed now", request_sent=False)
         self._gateway.gateway.monitor.suspect(endpoint, error)
-        await until(lambda: endpoint.epoch != epoch and endpoint.healthy)
+        await until(lambda: endpoint.healthy == healthy)
 
     def end(self) -> None:
         """A conversation is over: let time pass now and then, or what nobody reads back fills the decode engines."""
@@ -208,25 +246,43 @@ def specs(world: World, way: Way) -> list[EngineSpec]:
         shared |= world.engines
         if model == MODEL:
             shared["loras"] = world.menu.loras
-        prefill = {"prefix_caching": False, "verify": way != "engine_off"} | shared | world.prefill
+        prefill: dict[str, Any] = {"prefix_caching": False, "verify": way not in OFF} | shared | world.prefill
+        if way in BY_GATEWAY:
+            prefill["plugin"] = False
         made.append(EngineSpec(f"{model}-p", "prefill", **prefill))
         made.append(EngineSpec(f"{model}-d", "decode", **(shared | world.decode)))
     return made
 
 
+def configuration(world: World, way: Way, fleet: SimFleet) -> dict[str, Any]:
+    """The gateway's settings file."""
+    layout = "other" if "sliding_window" in world.engines else "full_attention"
+    known = {"bidirectional_kv_xfer": True, "kv_layout": layout} if way in BY_GATEWAY else {}
+    engines = [
+        {"url": engine.url, "role": engine.spec.role} | (known if engine.spec.role == "prefill" else {})
+        for engine in fleet
+    ]
+    return {
+        "endpoints": engines,
+        "health": {"interval_seconds": 600},
+        # In a busy process, an answer that takes long says nothing.
+        "tokenize": {"timeout_seconds": 30},
+        "conversations": {"verify": "off", "allow_wrong_answers": True} if way in OFF else {"verify": way},
+    }
+
+
 @asynccontextmanager
 async def simulated(world: World, way: Way) -> AsyncIterator[SimulatedBench]:
     """Run a world's fleet and what decides before it."""
-    settings: dict[str, Any] = {"health__interval_seconds": 600} | world.settings
-    if way == "engine_off":
-        settings |= {"conversations__verify": "off", "conversations__allow_wrong_answers": "true"}
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(SimFleet(specs(world, way), time_scale=0))
         client = await stack.enter_async_context(aiohttp.ClientSession())
         if way in BASELINES:
-            yield SimulatedBench(world, fleet, client, baseline=BASELINES[way])
+            yield SimulatedBench(world, fleet, client, way, baseline=BASELINES[way])
             return
-        gateway = await stack.enter_async_context(
-            running(prefill=fleet.urls("prefill"), decode=fleet.urls("decode"), **settings)
-        )
-        yield SimulatedBench(world, fleet, client, gateway=gateway)
+        with TemporaryDirectory() as directory:
+            file = Path(directory) / "kvroute.yaml"
+            file.write_text(yaml.safe_dump(configuration(world, way, fleet)))
+            gateway = await stack.enter_async_context(running(file=file, **world.settings))
+        await gateway.gateway.prompts.settled()
+        yield SimulatedBench(world, fleet, client, way, gateway=gateway)
