@@ -1,6 +1,6 @@
 """When does a second turn gain by skipping prefill? Time to its only token, straight to decode, read back, and cold.
 
-`python bench/direct_hop.py qwen3-32b` and `glm-5-fp8` run on simulated engines of that profile, `real` on a vLLM pair
+`python -m bench.direct_hop qwen3-32b` and `glm-5-fp8` run on simulated engines of that profile, `real` on a vLLM pair
 on this machine with its larger test model (a minute or two of start, then about three minutes).
 """
 

@@ -95,6 +95,9 @@ class Body:
         a client may search for collisions, so nothing may be shared between tenants by them.
         """
 
+    def message_ends(self) -> list[int]:
+        """For each message, the bytes of the list's JSON text up to its end."""
+
     def splice(self, edits: Edits, /, **values: bytes | None) -> bytes:
         """The body after `edits`; the object that was scanned when they change nothing.
 

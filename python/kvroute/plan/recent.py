@@ -6,6 +6,7 @@ it is never evidence that there is KV to load.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import OrderedDict
 from hashlib import blake2b
@@ -23,23 +24,40 @@ _MAX_KEYS = 512  # of one request; what lies beyond changes no choice
 _MAX_ENGINES = 8  # per prefix: a system prompt that every engine has decides nothing
 
 
-def prefix_keys(body: Body, scope: bytes) -> list[bytes]:
-    """A key after each message of a list, or after each ``CHUNK_BYTES`` of a prompt; equal prefixes have equal keys.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefixes:
+    """The prefixes of one request's text.
 
-    Args:
-        body: The request.
-        scope: Whose it is and for what: tenant, model, salt. Others never share a key.
+    Attributes:
+        keys: One per prefix, from the shortest; equal prefixes have equal keys.
+        shares: How much of the whole text each prefix is, above 0 and at most 1.
     """
-    digests = body.message_digests()[:_MAX_KEYS]
-    if digests:
-        return [blake2b(digest, key=scope[:64], digest_size=16).digest() for digest in digests]
-    text = body.raw("prompt") or body.raw("input") or b""
-    running = blake2b(key=scope[:64], digest_size=16)
-    keys = []
-    for start in range(0, min(len(text), _MAX_KEYS * CHUNK_BYTES), CHUNK_BYTES):
-        running.update(text[start : start + CHUNK_BYTES])
-        keys.append(running.digest())
-    return keys
+
+    keys: Sequence[bytes]
+    shares: Sequence[float]
+
+    @classmethod
+    def of(cls, body: Body, scope: bytes) -> Prefixes:
+        """Cut a request after each message of a list, or after each ``CHUNK_BYTES`` of a prompt.
+
+        Args:
+            body: The request.
+            scope: Whose it is and for what: tenant, model, salt. Others never share a key.
+        """
+        digests = body.message_digests()[:_MAX_KEYS]
+        if digests:
+            ends = body.message_ends()
+            keys = [blake2b(digest, key=scope[:64], digest_size=16).digest() for digest in digests]
+            return cls(keys, [end / ends[-1] for end in ends[: len(keys)]])
+        text = body.raw("prompt") or body.raw("input") or b""
+        running = blake2b(key=scope[:64], digest_size=16)
+        keys, shares = [], []
+        for start in range(0, min(len(text), _MAX_KEYS * CHUNK_BYTES), CHUNK_BYTES):
+            chunk = text[start : start + CHUNK_BYTES]
+            running.update(chunk)
+            keys.append(running.digest())
+            shares.append((start + len(chunk)) / len(text))
+        return cls(keys, shares)
 
 
 class Recent:
@@ -60,10 +78,10 @@ class Recent:
     def __len__(self) -> int:
         return len(self._engines)
 
-    def note(self, keys: Sequence[bytes], engine: str) -> None:
+    def note(self, prefixes: Prefixes, engine: str) -> None:
         """A request with these prefixes went to ``engine``."""
         now = self._clock()
-        for key in keys:
+        for key in prefixes.keys:
             engines = self._engines.setdefault(key, {})
             engines.pop(engine, None)
             engines[engine] = now
@@ -73,15 +91,15 @@ class Recent:
         while len(self._engines) > self._max_entries:
             self._engines.popitem(last=False)
 
-    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many of the leading ``keys`` went to each engine."""
+    def match(self, prefixes: Prefixes) -> dict[str, float]:
+        """The share of this text that went to each engine lately, 0 to 1; engines that got none of it are not there."""
         oldest = self._clock() - self._ttl
-        found: dict[str, int] = {}
-        for number, key in enumerate(keys, 1):
+        found: dict[str, float] = {}
+        for key, share in zip(prefixes.keys, prefixes.shares, strict=True):
             engines = self._engines.get(key)
             if engines is None:
                 break
-            found.update({engine: number for engine, routed in engines.items() if routed > oldest})
+            found.update({engine: share for engine, routed in engines.items() if routed > oldest})
         return found
 
     def forget(self, engine: str) -> None:

@@ -23,7 +23,14 @@ const DETACH_BYTES: usize = 1024 * 1024;
 pub struct Body {
     data: Py<PyBytes>,
     scanned: body::Body<PyBackedBytes>,
-    digests: OnceLock<Vec<body::MessageDigest>>,
+    prefixes: OnceLock<Vec<(body::MessageDigest, usize)>>,
+}
+
+impl Body {
+    fn prefixes(&self) -> &[(body::MessageDigest, usize)] {
+        self.prefixes
+            .get_or_init(|| self.scanned.message_prefixes())
+    }
 }
 
 #[pymethods]
@@ -42,7 +49,7 @@ impl Body {
         Ok(Self {
             data: data.clone().unbind(),
             scanned,
-            digests: OnceLock::new(),
+            prefixes: OnceLock::new(),
         })
     }
 
@@ -93,11 +100,14 @@ impl Body {
     }
 
     fn message_digests<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
-        let digests = self.digests.get_or_init(|| self.scanned.message_digests());
-        digests
+        self.prefixes()
             .iter()
-            .map(|digest| PyBytes::new(py, digest))
+            .map(|(digest, _)| PyBytes::new(py, digest))
             .collect()
+    }
+
+    fn message_ends(&self) -> Vec<usize> {
+        self.prefixes().iter().map(|(_, end)| *end).collect()
     }
 
     #[pyo3(signature = (edits, /, **values))]

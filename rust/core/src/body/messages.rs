@@ -39,10 +39,18 @@ impl<B: AsRef<[u8]>> Body<B> {
     /// XXH3-128 over the digest of message i-1 and the text of message i, written big-endian. It finds equal prefixes;
     /// it is no proof against a client that searches for collisions, so nothing may be shared between tenants by it.
     pub fn message_digests(&self) -> Vec<MessageDigest> {
+        self.message_prefixes()
+            .into_iter()
+            .map(|(digest, _)| digest)
+            .collect()
+    }
+
+    /// The digests of [`Body::message_digests`], each with the bytes of the list's text up to the end of its message.
+    pub fn message_prefixes(&self) -> Vec<(MessageDigest, usize)> {
         let Some((list, elements)) = self.message_list() else {
             return Vec::new();
         };
-        let mut digests = Vec::with_capacity(elements);
+        let mut prefixes = Vec::with_capacity(elements);
         let mut chain = Chain::new();
         let mut depth = 0_usize;
         // From behind the list's opening bracket on; `run` is where the text that is not yet in the chain starts.
@@ -54,8 +62,8 @@ impl<B: AsRef<[u8]>> Body<B> {
                 chain.push(&list[run..position]);
                 run = position + 1;
             }
-            if ends_message && digests.len() < elements {
-                digests.push(chain.end_message());
+            if ends_message && prefixes.len() < elements {
+                prefixes.push((chain.end_message(), position));
             }
             match byte {
                 b'"' => position += end_of_string(&list[position..]) - 1,
@@ -65,7 +73,7 @@ impl<B: AsRef<[u8]>> Body<B> {
             }
             position += 1;
         }
-        digests
+        prefixes
     }
 
     /// The text and the number of elements of the list that holds the conversation.
@@ -166,6 +174,25 @@ mod tests {
             digests(r#"[{"role":"user","content":"a  b"},{"role":"assistant","content":["]",1]}]"#);
         assert_ne!(plain[0], other_start[0]);
         assert_ne!(plain[1], other_start[1]);
+    }
+
+    #[test]
+    fn ends_are_those_of_the_text_as_it_was_sent() {
+        let list = r#"[ {"role":"user","content":"a, b"} , {"content":[1,2]}]"#;
+        let text = format!(r#"{{"messages":{list}}}"#);
+        let ends: Vec<usize> = body(&text)
+            .message_prefixes()
+            .into_iter()
+            .map(|(_, end)| end)
+            .collect();
+        let cuts: Vec<&str> = ends.iter().map(|end| list[..*end].trim_end()).collect();
+        assert_eq!(
+            cuts,
+            [
+                r#"[ {"role":"user","content":"a, b"}"#,
+                &list[..list.len() - 1]
+            ]
+        );
     }
 
     #[test]
