@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.engine.environment import vllm_release
 from tests.engine.legs import FIRST_TURN, Messages, Turn, chat, complete, events, generate, opened, turn
 from tests.engine.model import SERVED_NAME, text
 
@@ -55,7 +56,8 @@ def grown(messages: Messages, last: Turn, seed: int) -> Messages:
     return [*messages, assistant(last.text), user(text(seed, 12))]
 
 
-def test_capabilities_say_what_is_on(pair: Pair) -> None:
+def test_capabilities_say_what_is_on(pair: Pair, target: str) -> None:
+    release = vllm_release() if target == "real" else "0.32.0"
     for engine, role in zip(pair, ("kv_producer", "kv_consumer"), strict=True):
         answer = json.loads(engine.get("/kvroute/capabilities"))
         assert answer["features"] == {
@@ -64,7 +66,7 @@ def test_capabilities_say_what_is_on(pair: Pair) -> None:
             "verify_digests": True,
             "hold": True,
         }
-        assert (answer["off"], answer["vllm"], answer["kv_role"]) == ({}, "0.32.0", role)
+        assert (answer["off"], answer["vllm"], answer["kv_role"]) == ({}, release, role)
         assert (answer["block_size"], answer["bidirectional_kv_xfer"]) == (engine.block_size, True)
         assert len(answer["instance"]) == 32
 

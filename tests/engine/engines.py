@@ -37,7 +37,7 @@ class EngineSpec:
 
     Attributes:
         name: Names the log file and, with a suffix of its own, the NIXL engine id.
-        role: Prefill engines produce KV, decode engines consume it.
+        role: Prefill engines produce KV, decode engines consume it; an engine for both serves in either place.
         plugin: Whether ``VLLM_PLUGINS=kvroute`` is set.
         prefix_caching: Off is the evicted-cache case: every reused token then comes from the other engine.
         verify: False lets a prefill engine believe every handle, to show that the tests can fail.
@@ -45,6 +45,7 @@ class EngineSpec:
         connector: False runs a plain engine without KV transfer.
         block_size: Tokens per block; the CPU build needs a multiple of 32.
         threshold: ``kv_recompute_threshold``.
+        load_failure: ``kv_load_failure_policy``.
         hold_seconds: ``decoder_kv_blocks_ttl``. An engine that holds blocks never idles: its core steps every
             millisecond and its worker spins, which two cores cannot afford for vLLM's 480 s.
         events: Whether KV events are published, at ports that the system chooses.
@@ -54,7 +55,7 @@ class EngineSpec:
     """
 
     name: str
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "both"]
     plugin: bool = True
     prefix_caching: bool = True
     verify: bool = True
@@ -62,6 +63,7 @@ class EngineSpec:
     connector: bool = True
     block_size: int = 32
     threshold: int = 64
+    load_failure: Literal["fail", "recompute"] = "fail"
     hold_seconds: int = 60
     events: bool = False
     port: int = 0
@@ -69,11 +71,14 @@ class EngineSpec:
     environment: tuple[tuple[str, str], ...] = ()
 
 
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 PREFILL = EngineSpec("prefill", "prefill", events=True, environment=(("VLLM_SERVER_DEV_MODE", "1"),))
 DECODE = EngineSpec("decode", "decode")
 PLAIN_DECODE = EngineSpec("plain-decode", "decode", plugin=False)
 UNVERIFIED = EngineSpec("unverified", "prefill", verify=False, prefix_caching=False)
 UNIDIRECTIONAL = EngineSpec("unidirectional", "prefill", bidirectional=False)
+UNCACHED = EngineSpec("uncached", "prefill", prefix_caching=False, load_failure="recompute")
+WIDE = EngineSpec("wide", "both", block_size=64)
 
 
 @dataclass(slots=True)
@@ -169,9 +174,10 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
     if spec.connector:
         transfer = {
             "kv_connector": "NixlConnector",
-            "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
+            "kv_role": KV_ROLES[spec.role],
             "kv_buffer_device": "cpu",
             "engine_id": f"{spec.name}-{port}",
+            "kv_load_failure_policy": spec.load_failure,
             "kv_connector_extra_config": {
                 "kv_recompute_threshold": spec.threshold,
                 "decoder_kv_blocks_ttl": spec.hold_seconds,

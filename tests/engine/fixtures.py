@@ -17,8 +17,10 @@ from .engines import (
     PLAIN_DECODE,
     PREFILL,
     START_DEADLINE_SECONDS,
+    UNCACHED,
     UNIDIRECTIONAL,
     UNVERIFIED,
+    WIDE,
     Engine,
     EngineSpec,
     launch,
@@ -40,6 +42,8 @@ FIXTURES: dict[str, tuple[EngineSpec, ...]] = {
     "plain_decode": (PLAIN_DECODE,),
     "unverified": (UNVERIFIED,),
     "unidirectional": (UNIDIRECTIONAL,),
+    "uncached": (UNCACHED,),
+    "wide": (WIDE,),
 }
 """Which engines a fixture of this name stands for. All that a run needs start together, which is much faster."""
 
@@ -129,6 +133,21 @@ def unidirectional(pool: Pool, pair: tuple[Engine, Engine]) -> Engine:
     (prefill,) = pool.engines(*FIXTURES["unidirectional"])
     warm_up(prefill, pair[1])
     return prefill
+
+
+@pytest.fixture(scope="session")
+def uncached(pool: Pool, pair: tuple[Engine, Engine]) -> Engine:
+    """A prefill engine without a prefix cache, which computes what it fails to read, for the same decode engine."""
+    (prefill,) = pool.engines(*FIXTURES["uncached"])
+    warm_up(prefill, pair[1])
+    return prefill
+
+
+@pytest.fixture(scope="session")
+def wide(pool: Pool) -> Engine:
+    """An engine with blocks twice as large as those of the pair."""
+    (engine,) = pool.engines(*FIXTURES["wide"])
+    return engine
 
 
 def warm_up(prefill: Served, decode: Served) -> None:
