@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -75,6 +75,7 @@ KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"
 PREFILL = EngineSpec("prefill", "prefill", events=True, environment=(("VLLM_SERVER_DEV_MODE", "1"),))
 DECODE = EngineSpec("decode", "decode")
 PLAIN_DECODE = EngineSpec("plain-decode", "decode", plugin=False)
+PLAIN_PREFILL = replace(PREFILL, name="plain-prefill", plugin=False, events=False)
 UNVERIFIED = EngineSpec("unverified", "prefill", verify=False, prefix_caching=False)
 UNIDIRECTIONAL = EngineSpec("unidirectional", "prefill", bidirectional=False)
 UNCACHED = EngineSpec("uncached", "prefill", prefix_caching=False, load_failure="recompute")

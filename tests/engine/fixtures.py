@@ -15,6 +15,7 @@ from . import environment, model
 from .engines import (
     DECODE,
     PLAIN_DECODE,
+    PLAIN_PREFILL,
     PREFILL,
     START_DEADLINE_SECONDS,
     UNCACHED,
@@ -40,6 +41,8 @@ LOGS = Path("~/.cache/kvroute/logs").expanduser()
 FIXTURES: dict[str, tuple[EngineSpec, ...]] = {
     "pair": (PREFILL, DECODE),
     "plain_decode": (PLAIN_DECODE,),
+    "plain": (PLAIN_PREFILL, DECODE, PLAIN_DECODE),
+    "plain_prefill": (PLAIN_PREFILL,),
     "unverified": (UNVERIFIED,),
     "unidirectional": (UNIDIRECTIONAL,),
     "uncached": (UNCACHED,),
@@ -117,6 +120,21 @@ def plain_decode(pool: Pool, pair: tuple[Engine, Engine]) -> Engine:
     (decode,) = pool.engines(*FIXTURES["plain_decode"])
     warm_up(pair[0], decode)
     return decode
+
+
+@pytest.fixture(scope="session")
+def plain(pool: Pool) -> tuple[Engine, Engine, Engine]:
+    """A prefill engine without the plugin, and decode engines with and without it."""
+    prefill, decode, plain_decode = pool.engines(*FIXTURES["plain"])
+    warm_up(prefill, decode)
+    warm_up(prefill, plain_decode)
+    return prefill, decode, plain_decode
+
+
+@pytest.fixture(scope="session")
+def plain_prefill(pool: Pool) -> Engine:
+    """A prefill engine without the plugin."""
+    return pool.engines(*FIXTURES["plain_prefill"])[0]
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import yaml
+
 from .engines import Engine, EngineSpec
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ class Gateway(Engine):
 
 
 @contextmanager
-def serving(prefill: Sequence[Engine], decode: Sequence[Engine], log: Path, *settings: str) -> Iterator[Gateway]:
+def serving(
+    prefill: Sequence[Engine], decode: Sequence[Engine], log: Path, *settings: str, **declared: object
+) -> Iterator[Gateway]:
     """Run the gateway; at the end it must stop by itself, with exit code 0.
 
     Args:
@@ -43,12 +47,18 @@ def serving(prefill: Sequence[Engine], decode: Sequence[Engine], log: Path, *set
         decode: Decode engines.
         log: File for its log.
         settings: Arguments of ``--set``.
+        declared: Members of ``endpoints[]`` of the prefill engines.
     """
     command = [sys.executable, "-m", "kvroute", "serve", "--port", "0"]
-    for engine in prefill:
-        command += ["--prefill", engine.url]
-    for engine in decode:
-        command += ["--decode", engine.url]
+    if declared:
+        engines = [{"url": engine.url, "role": "prefill", **declared} for engine in prefill]
+        engines += [{"url": engine.url, "role": "decode"} for engine in decode]
+        file = log.with_suffix(".yaml")
+        file.write_text(yaml.safe_dump({"endpoints": engines}))
+        command += ["--config", str(file)]
+    else:
+        command += [part for engine in prefill for part in ("--prefill", engine.url)]
+        command += [part for engine in decode for part in ("--decode", engine.url)]
     # Short turns go through prefill as long ones do, unless a test says otherwise.
     for setting in ("pd.direct_max_uncached_tokens=0", *settings):
         command += ["--set", setting]

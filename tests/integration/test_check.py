@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from kvroute import __version__
@@ -51,6 +52,22 @@ async def test_bidirectional_transfer_that_is_off_makes_reuse_a_no_op():
     assert any("bidirectional_kv_xfer is off" in line for line in lines(items, "warning"))
 
 
+async def test_a_setting_that_the_engine_speaks_against_is_named(tmp_path):
+    async with SimFleet([PREFILL, DECODE], time_scale=0) as fleet:
+        engines = [
+            {"url": fleet["p"].url, "role": "prefill", "bidirectional_kv_xfer": False, "kv_layout": "full_attention"},
+            {"url": fleet["d"].url, "role": "decode"},
+        ]
+        file = tmp_path / "kvroute.yaml"
+        file.write_text(yaml.safe_dump({"endpoints": engines}))
+        async with running(file=file) as gateway:
+            items = findings(gateway.gateway.settings, gateway.gateway.fleet)
+            assert gateway.endpoint(fleet["p"].url).capabilities.bidirectional is True
+
+    assert [line for line in lines(items, "warning") if "bidirectional_kv_xfer is not what the engine says" in line]
+    assert not [line for line in lines(items, "warning") if "kv_layout" in line]
+
+
 async def test_a_time_to_live_beyond_the_engines_own_is_named():
     items, _, _ = await found(PREFILL, DECODE, conversations__ttl_seconds=500)
 
@@ -74,6 +91,10 @@ async def test_differing_digest_schemes_are_named():
         items = findings(gateway.gateway.settings, gateway.gateway.fleet)
 
     assert any("plugin versions differ in their digests" in line for line in lines(items, "warning"))
+
+
+def tokenizers(text):
+    return ["--endpoint", "http://127.0.0.1:1", "--set", f"tokenizers=[{text}]"]
 
 
 def run(*arguments):
@@ -110,6 +131,10 @@ async def test_a_fleet_that_works_is_exit_code_0():
         (["serve", "--endpoint", "http://a:1", "--set", "x"], 2, "SETTING=VALUE"),
         (["serve", "--endpoint", "http://a:1", "--set", "server.prot=1"], 2, "no setting server.prot"),
         (["serve", "--endpoint", "http://a:1", "--port", "99999"], 2, "server.port"),
+        (["check", *tokenizers("{model: m, path: /nonexistent}")], 2, "/nonexistent"),
+        (["serve", *tokenizers("{model: m, path: /nonexistent}")], 2, "/nonexistent"),
+        (["serve", *tokenizers("{model: m, path: a}, {model: m, path: b}")], 2, "a model is listed twice"),
+        (["serve", "--settings"], 0, "tokenizers[].path"),
         (["serve", "--config", "/nonexistent.yaml"], 2, "/nonexistent.yaml"),
     ],
     ids=str,

@@ -20,6 +20,8 @@ from tests.support.gateway import running, until
 from tests.support.simulated import COLD, broken, cold_text, posts, pulled
 
 DECLARED = {"bidirectional_kv_xfer": True, "kv_layout": "full_attention"}
+# A machine that is busy with something else must not look like a slow tokenizer.
+PATIENT = {"tokenize": {"timeout_seconds": 30.0}}
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def config(fleet, tmp_path):
             {"url": fleet["d"].url, "role": "decode"},
         ]
         file = tmp_path / "kvroute.yaml"
-        file.write_text(yaml.safe_dump({"endpoints": engines}))
+        file.write_text(yaml.safe_dump({"endpoints": engines, **PATIENT}))
         return file
 
     return write
@@ -180,7 +182,8 @@ async def test_an_engine_that_computes_another_prompt_is_found_out(fleet, client
 async def test_without_tokens_in_time_the_turn_is_computed_and_the_blocks_are_freed(
     fleet, client, config, fault, reason
 ):
-    async with running(file=config(), tokenize__timeout_seconds=0.05) as gateway:
+    seconds = 0.05 if reason == "slow" else 10
+    async with running(file=config(), tokenize__timeout_seconds=seconds) as gateway:
         await gateway.gateway.prompts.settled()
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
@@ -259,7 +262,7 @@ async def test_the_plugin_checks_again_what_the_gateway_found_equal(client, tmp_
     async with SimFleet([simulated.prefill(), simulated.decode(), COLD], time_scale=0) as fleet:
         engines = [{"url": fleet["p"].url, "role": "prefill", **DECLARED}, {"url": fleet["d"].url, "role": "decode"}]
         file = tmp_path / "kvroute.yaml"
-        file.write_text(yaml.safe_dump({"endpoints": engines, "conversations": {"verify": "gateway"}}))
+        file.write_text(yaml.safe_dump({"endpoints": engines, **PATIENT, "conversations": {"verify": "gateway"}}))
         async with running(file=file) as gateway:
             await gateway.gateway.prompts.settled()
             talk = Talk(fleet, client, gateway, conversation_id="c1")
@@ -331,3 +334,43 @@ async def test_prompts_of_token_ids_need_no_tokenizer(fleet, client, config):
         assert gateway.metric("kvroute_prompts_tokenized_total", source="request", outcome="ok") == 1
         assert gateway.metric("kvroute_kv_verified_by_total", verifier="gateway") == 1
     assert pulled(fleet["p"]) > 100
+
+
+@pytest.fixture
+async def bare():
+    """A pair without the plugin anywhere."""
+    specs = [simulated.prefill(plugin=False), simulated.decode(plugin=False), COLD]
+    async with SimFleet(specs, time_scale=0) as running_fleet:
+        yield running_fleet
+
+
+@pytest.fixture
+def bare_config(bare, tmp_path):
+    engines = [{"url": bare["p"].url, "role": "prefill", **DECLARED}, {"url": bare["d"].url, "role": "decode"}]
+    file = tmp_path / "bare.yaml"
+    file.write_text(yaml.safe_dump({"endpoints": engines, **PATIENT}))
+    return file
+
+
+async def test_no_plugin_at_all_is_enough_where_answers_are_not_streamed(bare, client, bare_config):
+    async with running(file=bare_config) as gateway:
+        await gateway.gateway.prompts.settled()
+        wrong = await asyncio.gather(*(converse(client, gateway, bare["cold"], seed) for seed in range(20)))
+
+        assert sum(wrong) == 0
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="hit", reason="ok") > 10
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="trimmed", reason="diverged") > 10
+    assert broken(bare["p"], bare["d"]) == []
+
+
+async def test_kv_of_another_prompt_is_not_recorded_as_decodes_own(bare, client, bare_config, monkeypatch):
+    async with running(file=bare_config) as gateway:
+        await gateway.gateway.prompts.settled()
+        talk = Talk(bare, client, gateway, conversation_id="c1")
+        # As long as decode's own prompt, and another one: the date was another when prefill rendered it.
+        prompt = sim_tokens.render([{"role": "user", "content": FIRST}])
+        monkeypatch.setattr("kvroute.http.prefill.prompt_of", lambda _: array("I", [*prompt[:-1], 7]))
+        await talk.say(FIRST)
+
+        assert gateway.metric("kvroute_kv_records_total", outcome="prompt_differs") == 1
+        assert generations(bare["p"])[0].body["return_token_ids"] is True

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ def body_of(**members):
     return Body.scan(orjson.dumps(members))
 
 
-def record_of(answer=ANSWER, *, handoff=None, keys=(), **handle):
+def record_of(answer=ANSWER, *, handoff=None, prefilled=None, keys=(), **handle):
     answer = {**answer, "kv_transfer_params": answer["kv_transfer_params"] | handle}
     _, tap = hide_in_document(orjson.dumps(answer), [], "read")
     found = read_handle(tap.handle, from_decode=True)
     assert found is not None
-    return recorded(found, tap, keys, block_size=128, full_attention=None, handoff=handoff)
+    return recorded(found, tap, keys, block_size=128, full_attention=None, handoff=handoff, prefilled=prefilled)
 
 
 def handoff_of(**members):
@@ -122,6 +123,14 @@ def test_a_handoff_of_the_same_prompt_is_no_hindrance():
 )
 def test_a_handoff_of_another_prompt_leaves_no_record(handoff):
     assert refusal(handoff=handoff_of(**handoff)) == "prompt_differs"
+
+
+def test_the_prompt_itself_counts_for_more_than_its_length():
+    same, other = array("I", PROMPT), array("I", [*PROMPT[:-1], 7])
+
+    assert record_of(handoff=handoff_of(), prefilled=same).scheme == SCHEME
+    assert refusal(handoff=handoff_of(), prefilled=other) == "prompt_differs"
+    assert record_of(handoff=None, prefilled=other).scheme == SCHEME  # decode computed its own
 
 
 def test_an_empty_sequence_leaves_no_record():

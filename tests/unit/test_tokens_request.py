@@ -150,3 +150,7 @@ def test_other_apis_have_no_exact_tokens():
 def test_half_a_surrogate_pair_leaves_no_tokens():
     with pytest.raises(NoTokens, match="UTF-8"):
         read_ask("chat", Body.scan(b'{"messages":[{"role":"user","content":"\\ud83d"}]}'))
+
+
+def test_a_body_that_would_hold_everybody_up_is_not_read():
+    assert reason(messages=[{"role": "user", "content": "x" * 2**23}]) == "too_large"

@@ -11,9 +11,10 @@ import orjson
 
 from kvroute._core import Body, BodyError
 from kvroute.http.verification import verify
+from kvroute.kv.decoded import ids_wanted
 from kvroute.kv.params import Handle, Reuse, prefill_params, read_handle
 from kvroute.kv.recipes import RECIPES
-from kvroute.plan.reuse import Action, Decision, decide
+from kvroute.plan.reuse import Action, Decision, decide, possible
 from kvroute.tokens.parity import prompt_of
 from kvroute.upstream import UpstreamError
 
@@ -44,6 +45,7 @@ class Prefilled:
         epoch: That engine's epoch when it was called; after a restart the hand-off is dead.
         deadline: Monotonic time after which the hand-off's blocks must not be read any more.
         prompt_tokens: How many it counted, None when it did not say.
+        prompt: The prompt as it computed it, None when it was not asked for it.
         refusal: An answer that ended the request and has gone to the client as it is.
     """
 
@@ -52,6 +54,7 @@ class Prefilled:
     epoch: int = 0
     deadline: float = 0.0
     prompt_tokens: int | None = None
+    prompt: array[int] | None = None
     refusal: web.StreamResponse | None = None
 
 
@@ -100,6 +103,7 @@ class PrefillLeg:
         self._turn = turn
         # What became of the conversation's KV, for the one count per turn; an earlier attempt's word stands.
         self._reuse: tuple[str, str] | None = None
+        self._asked_prompt = False
 
     async def run(self) -> Prefilled:
         """Run the leg.
@@ -158,7 +162,7 @@ class PrefillLeg:
                 the prompt on decode instead would only move the crowd there.
         """
         gateway, incoming = self._gateway, self._incoming
-        body = self._body(offer)
+        body = self._body(endpoint, offer)
         epoch = endpoint.epoch
         started = time.monotonic()
         with endpoint.flight("prefill"):
@@ -211,13 +215,14 @@ class PrefillLeg:
             verify=self._gateway.settings.conversations.verify,
         )
 
-    def _body(self, offer: _Offer | None) -> bytes:
+    def _body(self, endpoint: Endpoint, offer: _Offer | None) -> bytes:
         incoming = self._incoming
         assert incoming.api is not None
         assert incoming.body is not None
         recipe = RECIPES[incoming.api]
+        self._asked_prompt = (offer is not None and offer.prompt is not None) or self._prompt_wanted(endpoint)
         if offer is None or offer.action == "drop":
-            return recipe.apply(incoming.body, prefill_params(incoming.policy))
+            return recipe.apply(incoming.body, prefill_params(incoming.policy), token_ids=self._asked_prompt)
         decode = self._gateway.fleet.get(offer.held.decode)
         params = prefill_params(
             incoming.policy,
@@ -227,7 +232,25 @@ class PrefillLeg:
             decode_host=decode.origin.host if decode is not None else None,
             prompt=offer.prompt if incoming.api == "chat" else None,
         )
-        return recipe.apply(incoming.body, params, token_ids=offer.prompt is not None)
+        return recipe.apply(incoming.body, params, token_ids=self._asked_prompt)
+
+    def _prompt_wanted(self, prefill: Endpoint) -> bool:
+        """Whether the decode leg has to know the prompt that prefill computed.
+
+        It does where the gateway writes the record of what decode holds, and no plugin on prefill seals its prompt: KV
+        of a prompt that was rendered differently there would be recorded as that of decode's own.
+        """
+        incoming, target = self._incoming, next(iter(self._plan.targets), None)
+        if target is None or target.capabilities.export_digests or prefill.capabilities.plugin is not None:
+            return False
+        assert incoming.api is not None
+        assert incoming.body is not None
+        verify, prefills = self._gateway.settings.conversations.verify, list(self._plan.prefills)
+        return (
+            self._turn.continuable
+            and possible(target.capabilities, prefills, verify=verify, recorded=True)
+            and ids_wanted(incoming.api, incoming.body) is not None
+        )
 
     def _finish(self, endpoint: Endpoint, epoch: int, offer: _Offer | None, reply: bytes, seconds: float) -> Prefilled:
         try:
@@ -249,11 +272,12 @@ class PrefillLeg:
             _log.warning(
                 "%s answered a prefill without KV to hand over; decode computes the prompt itself", endpoint.url
             )
-        elif offer is not None and offer.prompt is not None and prompt_of(reply) != offer.prompt:
+        prompt = prompt_of(reply) if self._asked_prompt else None
+        if handoff is not None and offer is not None and offer.prompt is not None and prompt != offer.prompt:
             self._distrust(endpoint, handoff)
             handoff = None
         deadline = time.monotonic() + self._gateway.settings.pd.handoff_seconds
-        return Prefilled(endpoint, handoff, epoch, deadline, prompt_tokens)
+        return Prefilled(endpoint, handoff, epoch, deadline, prompt_tokens, prompt)
 
     def _distrust(self, endpoint: Endpoint, handoff: Handle) -> None:
         """The engine computed another prompt than was compared, so what it read may be another prompt's KV."""

@@ -108,6 +108,7 @@ def recorded(
     block_size: int,
     full_attention: bool | None,
     handoff: Handle | None,
+    prefilled: array[int] | None = None,
 ) -> Handle:
     """The handle of a turn with a record of the tokens that its blocks hold.
 
@@ -118,6 +119,7 @@ def recorded(
         block_size: Tokens per block of the decode engine.
         full_attention: Whether any prefix of its blocks is a complete cache; None when that is not known.
         handoff: What the engine was given to read, None when it computed the prompt itself.
+        prefilled: The prompt as the prefill engine computed it, None when that is not known.
 
     Raises:
         NoRecord: ``no_token_ids`` when the answer has none, ``incomplete`` when it counts others than it shows,
@@ -134,7 +136,7 @@ def recorded(
     if tree.raw("dcp_size") != b"1":
         raise NoRecord("layout")
     sequence = TokenDigests(prompt, keys)
-    _check_handoff(handoff, sequence)
+    _check_handoff(handoff, sequence, same=prompt == prefilled if prefilled is not None else None)
     sequence.extend(output)
     # The last token was sampled and never fed back, so that its KV is nowhere; drafts beyond a stop are counted by the
     # engine and were never accepted.
@@ -147,16 +149,19 @@ def recorded(
     return dataclasses.replace(handle, raw=raw, scheme=SCHEME, block_size=block_size)
 
 
-def _check_handoff(handoff: Handle | None, prompt: TokenDigests) -> None:
+def _check_handoff(handoff: Handle | None, prompt: TokenDigests, *, same: bool | None) -> None:
     """Check that the KV which the engine was given is its own prompt's, as far as the prefill engine tells.
 
     Another template on the prefill engine, or a date at midnight, and the blocks hold other tokens than the answer
-    shows. Without a plugin there, the count is all there is to compare.
+    shows. Its plugin seals its prompt; without one, it is asked for it (``same``), or else its count is compared.
     """
     if handoff is None:
         return
     raw = Body.scan(handoff.raw).raw("kvroute_prompt")
-    same = handoff.tokens == len(prompt) if raw is None else sealed_tokens(orjson.loads(raw), prompt) > 0
+    if raw is not None:
+        same = sealed_tokens(orjson.loads(raw), prompt) > 0
+    elif same is None:
+        same = handoff.tokens == len(prompt)
     if not same:
         raise NoRecord("prompt_differs")
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kvroute._core import Body
     from kvroute.plan.api import Api
 
+_MOST_BYTES = 8 * 2**20
+"""Of a body: some two million tokens. Reading more would hold the event loop up."""
+
 Feature = Literal["chat", "continue", "tools", "tools_none", "tool_turns", "completions"]
 """A way of rendering that a source has to be proven for by itself."""
 
@@ -111,9 +114,11 @@ def read_ask(api: Api | None, body: Body) -> Ask:
     """Read a client's body of ``/v1/chat/completions`` or ``/v1/completions``.
 
     Raises:
-        NoTokens: ``api`` for other APIs, whose prompts nothing but the engine can make; ``member`` for one that is not
-            known to be harmless; ``media``, ``message``, ``prompt`` or ``malformed`` for what is inside.
+        NoTokens: ``api`` for other APIs, whose prompts nothing but the engine can make; ``too_large``; ``member`` for
+            one that is not known to be harmless; ``media``, ``message``, ``prompt``, ``malformed`` for what is inside.
     """
+    if len(body.data) > _MOST_BYTES:
+        raise NoTokens("too_large", f"a body of more than {_MOST_BYTES} bytes")
     if api == "chat":
         return _read_chat(body)
     if api == "completions":
