@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import random
 import shutil
 import subprocess
@@ -61,7 +62,11 @@ with wonder wood word work world would write year yes yet you young your
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The size of a model."""
+    """The size of a model.
+
+    Attributes:
+        window: Tokens that every second layer sees, which gives the engine two KV-cache groups; 0: all see everything.
+    """
 
     layers: int
     hidden: int
@@ -69,13 +74,17 @@ class Variant:
     heads: int
     kv_heads: int
     head_dim: int
+    window: int = 0
 
 
 VARIANTS = {
     "small": Variant(layers=2, hidden=128, intermediate=384, heads=4, kv_heads=2, head_dim=32),
     # 17M parameters: prefill is slow enough on a CPU for a visible gain from reuse.
     "timed": Variant(layers=8, hidden=384, intermediate=1152, heads=6, kv_heads=2, head_dim=64),
+    "windowed": Variant(layers=2, hidden=128, intermediate=384, heads=4, kv_heads=2, head_dim=32, window=64),
 }
+ADAPTERS = ("adapter-a", "adapter-b")
+"""LoRA adapters that are made beside each model, in directories of these names."""
 
 
 def ensure(python: Path, variant: str = "small") -> Path:
@@ -114,7 +123,13 @@ def make(directory: Path, variant: Variant) -> None:
     # Only the engine environment has these, and this module is imported outside it.
     import torch  # noqa: PLC0415
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+    from transformers import (  # noqa: PLC0415
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     torch.set_num_threads(1)
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -139,21 +154,26 @@ def make(directory: Path, variant: Variant) -> None:
     wrapped.chat_template = CHAT_TEMPLATE
     directory.mkdir(parents=True)
     wrapped.save_pretrained(directory)
-    config = Qwen3Config(
-        vocab_size=len(wrapped),
-        hidden_size=variant.hidden,
-        intermediate_size=variant.intermediate,
-        num_hidden_layers=variant.layers,
-        num_attention_heads=variant.heads,
-        num_key_value_heads=variant.kv_heads,
-        head_dim=variant.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=wrapped.eos_token_id,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
+    shape = {
+        "vocab_size": len(wrapped),
+        "hidden_size": variant.hidden,
+        "intermediate_size": variant.intermediate,
+        "num_hidden_layers": variant.layers,
+        "num_attention_heads": variant.heads,
+        "num_key_value_heads": variant.kv_heads,
+        "head_dim": variant.head_dim,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": wrapped.eos_token_id,
+        "dtype": "float32",
+    }
+    if variant.window:
+        # vLLM knows windows of single layers for Llama, not for Qwen3.
+        layers = ["sliding_attention" if layer % 2 else "full_attention" for layer in range(variant.layers)]
+        model = LlamaForCausalLM(LlamaConfig(**shape, layer_types=layers, sliding_window=variant.window))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
@@ -163,6 +183,26 @@ def make(directory: Path, variant: Variant) -> None:
                 # Sharper attention: the text then never settles into a loop, where a wrong history would not show.
                 weight.fill_(3.0)
     model.save_pretrained(directory)
+    for name in ADAPTERS:
+        _make_adapter(directory / name, variant, generator)
+
+
+def _make_adapter(directory: Path, variant: Variant, generator: torch.Generator) -> None:
+    """Write a LoRA adapter of the values alone: that changes the KV, and the text with it."""
+    import torch  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    rank, width = 8, variant.kv_heads * variant.head_dim
+    weights = {}
+    for layer in range(variant.layers):
+        stem = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
+        weights[f"{stem}.lora_A.weight"] = torch.randn((rank, variant.hidden), generator=generator) * 0.3
+        weights[f"{stem}.lora_B.weight"] = torch.randn((width, rank), generator=generator) * 0.3
+    directory.mkdir()
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
+    config |= {"target_modules": ["v_proj"], "base_model_name_or_path": None}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 def spread(name: str, weight: torch.Tensor) -> float:
