@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from kvroute import __version__
+from kvroute.fleet.report import event_families, load_families
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -205,6 +206,8 @@ class _State:
         yield reuse
         yield verifiers
         yield epochs
+        yield from load_families(self._fleet.endpoints)
+        yield from event_families(self._fleet.endpoints)
         yield GaugeMetricFamily(
             "kvroute_conversations", "Conversations remembered.", value=float(self._conversations())
         )

@@ -3,5 +3,17 @@
 from kvroute.fleet.endpoint import Capabilities, Declared, Endpoint, KvLayout, Leg
 from kvroute.fleet.fleet import Fleet
 from kvroute.fleet.monitor import Monitor
+from kvroute.fleet.scrape import Scraper
+from kvroute.fleet.signals import Signals
 
-__all__ = ["Capabilities", "Declared", "Endpoint", "Fleet", "KvLayout", "Leg", "Monitor"]
+__all__ = [
+    "Capabilities",
+    "Declared",
+    "Endpoint",
+    "Fleet",
+    "KvLayout",
+    "Leg",
+    "Monitor",
+    "Scraper",
+    "Signals",
+]

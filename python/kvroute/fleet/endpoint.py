@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvroute._core import QueueGate
+from kvroute.fleet.hearing import Hearing
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvroute.config import Role
+    from kvroute.fleet.signals import Signals
     from kvroute.upstream import Origin
 
 Leg = Literal["prefill", "decode", "whole"]
@@ -121,22 +126,39 @@ class Endpoint:
         epoch: Grows when the engine restarts or vanishes; a handle of an older epoch is dead.
         healthy: Whether it takes part in routing.
         in_flight: Requests this gateway has running on it, per leg.
+        in_flight_tokens: Prompt tokens of those requests, per leg, as far as they are known. With `in_flight` it covers
+            what was sent since the last scrape, so that a burst between two scrapes does not pile up.
+        sent: Requests this gateway sent it in this epoch, on any leg.
+        gate: The smoothed waiting queue; every sample feeds it, whether or not a request needs it.
+        hearing: What is heard of its KV events.
+        scrapes: How scrapes ended: ``ok``, ``failed``, ``unreadable``; and ``stale``, the times that the last sample
+            grew too old to say anything.
+        watchers: Called when the engine comes in or its epoch grows.
     """
 
     __slots__ = (
+        "_max_age",
+        "_max_waiting",
+        "_signals",
         "api_key",
         "capabilities",
         "configured_models",
         "declared",
         "epoch",
         "failures",
+        "gate",
         "healthy",
+        "hearing",
         "in_flight",
+        "in_flight_tokens",
         "models",
         "origin",
         "role",
+        "scrapes",
         "seen",
+        "sent",
         "url",
+        "watchers",
     )
 
     def __init__(
@@ -148,6 +170,8 @@ class Endpoint:
         api_key: str | None = None,
         models: tuple[str, ...] | None = None,
         declared: Declared = Declared(),
+        max_waiting: int = 0,
+        max_age: float = 5.0,
     ) -> None:
         self.url = url
         self.origin = origin
@@ -162,6 +186,15 @@ class Endpoint:
         self.failures = 0
         self.seen = False
         self.in_flight: dict[Leg, int] = {"prefill": 0, "decode": 0, "whole": 0}
+        self.in_flight_tokens: dict[Leg, int] = {"prefill": 0, "decode": 0, "whole": 0}
+        self.sent = 0
+        self.scrapes: Counter[str] = Counter()
+        self.hearing = Hearing()
+        self.watchers: list[Callable[[], None]] = []
+        self._max_age = max_age
+        self._max_waiting = max_waiting
+        self._signals: Signals | None = None
+        self.gate = QueueGate(max_waiting, max_age)
 
     @property
     def load(self) -> int:
@@ -170,13 +203,50 @@ class Endpoint:
         return flights["prefill"] + flights["decode"] + flights["whole"]
 
     @contextmanager
-    def flight(self, leg: Leg) -> Iterator[None]:
-        """Count one request for as long as it runs; given back on every path."""
+    def flight(self, leg: Leg, tokens: int = 0) -> Iterator[None]:
+        """Count one request, and the tokens of its prompt, for as long as it runs; given back on every path."""
+        self.sent += 1
         self.in_flight[leg] += 1
+        self.in_flight_tokens[leg] += tokens
         try:
             yield
         finally:
             self.in_flight[leg] -= 1
+            self.in_flight_tokens[leg] -= tokens
+
+    def admit(self) -> None:
+        """The engine takes part in routing from now on."""
+        self.healthy = True
+        self._tell()
+
+    def new_epoch(self) -> None:
+        """The engine restarted or left: what was known of its KV, its queue and its past is void."""
+        self.epoch += 1
+        self.sent = 0
+        self._signals = None
+        self.gate = QueueGate(self._max_waiting, self._max_age)
+        self._tell()
+
+    def _tell(self) -> None:
+        for watcher in self.watchers:
+            watcher()
+
+    def learn(self, signals: Signals) -> None:
+        """Take a sample of the engine's load."""
+        self._signals = signals
+        self.gate.observe(signals.waiting, signals.at)
+
+    def signals(self, now: float) -> Signals | None:
+        """The engine's load, None when it is not known or was known too long ago.
+
+        Args:
+            now: Seconds of ``time.monotonic``.
+        """
+        last = self._signals
+        if last is not None and now - last.at > self._max_age:
+            self.scrapes["stale"] += 1
+            last = self._signals = None
+        return last
 
     def serves(self, model: str | None) -> bool:
         """Whether a request for ``model`` may go here; no model asked for, or none known yet, matches."""

@@ -80,6 +80,12 @@ class Monitor:
             self._remove(endpoint, str(error))
         self._wake[endpoint.url].set()
 
+    def restarted(self, endpoint: Endpoint) -> None:
+        """An engine runs anew at its address."""
+        endpoint.new_epoch()
+        self._pool.close_idle(endpoint.origin)
+        _log.warning("%s restarted: KV handles of its last run are dead", endpoint.url)
+
     async def _watch(self, endpoint: Endpoint) -> None:
         wake = self._wake[endpoint.url]
         rounds = 0
@@ -118,7 +124,7 @@ class Monitor:
                 refresh = True
         endpoint.failures = 0
         if not endpoint.healthy:
-            endpoint.healthy = True
+            endpoint.admit()
             _log.info(
                 "%s %s is in (vLLM %s, kvroute plugin %s)",
                 endpoint.role,
@@ -135,9 +141,7 @@ class Monitor:
         before = endpoint.capabilities
         endpoint.capabilities = found
         if endpoint.seen and before.instance != found.instance:
-            endpoint.epoch += 1
-            self._pool.close_idle(endpoint.origin)
-            _log.warning("%s restarted: KV handles of its last run are dead", endpoint.url)
+            self.restarted(endpoint)
         endpoint.seen = True
 
     def _failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
@@ -153,6 +157,6 @@ class Monitor:
         if not endpoint.healthy:
             return
         endpoint.healthy = False
-        endpoint.epoch += 1
+        endpoint.new_epoch()
         self._pool.close_idle(endpoint.origin)
         _log.warning("%s %s is out: %s", endpoint.role, endpoint.url, reason)

@@ -7,7 +7,7 @@ import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from kvroute.fleet import Fleet, Monitor
+from kvroute.fleet import Fleet, Monitor, Scraper
 from kvroute.http.auth import Authenticator
 from kvroute.http.errors import GatewayError
 from kvroute.http.release import Releases
@@ -70,6 +70,7 @@ class Gateway:
         self.monitor = Monitor(self.fleet, self.pool, settings.health)
         self.prompts = Prompts(settings, self.pool, self.metrics)
         self.monitor.on_known.append(self._known)
+        self.scraper = Scraper(self.fleet, self.pool, settings.signals)
         self.authenticator = Authenticator(key.get_secret_value() for key in settings.server.api_keys)
         self.ledger = Ledger(self._epoch)
         self.releases = Releases(self)

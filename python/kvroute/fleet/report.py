@@ -1,0 +1,86 @@
+"""Metrics of what the gateway hears from engines, read from the fleet when they are asked for."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from kvroute.fleet.endpoint import Endpoint
+
+_STATES = ("off", "gap", "replaying", "live")
+
+
+def load_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
+    """The load of engines, and how it is known."""
+    age = _gauge("signal_age_seconds", "Age of the last sample of the engine's load; none when it is not known.")
+    waiting = _gauge("endpoint_waiting", "Requests that wait in the engine, by its last sample.")
+    running = _gauge("endpoint_running", "Requests that run in the engine, by its last sample.")
+    usage = _gauge("endpoint_kv_usage_ratio", "GPU blocks of the engine in use, 0 to 1, by its last sample.")
+    mean = _gauge("endpoint_waiting_mean", "Smoothed number of requests that wait in the engine.")
+    tokens = _gauge(
+        "in_flight_prompt_tokens", "Prompt tokens of requests running on the engine, as far as known.", "leg"
+    )
+    scrapes = _counter("scrapes", "Scrapes of engines; stale: times that the last sample grew too old.", "outcome")
+    for endpoint in endpoints:
+        now = time.monotonic()
+        signals = endpoint.signals(now)
+        if signals is not None:
+            age.add_metric((endpoint.url,), now - signals.at)
+            waiting.add_metric((endpoint.url,), signals.waiting)
+            running.add_metric((endpoint.url,), signals.running)
+            if signals.usage is not None:
+                usage.add_metric((endpoint.url,), signals.usage)
+            if endpoint.gate.mean is not None:
+                mean.add_metric((endpoint.url,), endpoint.gate.mean)
+        for leg, count in endpoint.in_flight_tokens.items():
+            if (endpoint.role == "both") == (leg == "whole") or leg == endpoint.role or count:
+                tokens.add_metric((endpoint.url, leg), float(count))
+        for outcome, count in endpoint.scrapes.items():
+            scrapes.add_metric((endpoint.url, outcome), float(count))
+    yield from (age, waiting, running, usage, mean, tokens, scrapes)
+
+
+def event_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
+    """How the KV events of engines are heard."""
+    state = _gauge(
+        "kv_events_state", "1 for the state of the engine's KV events; only live ones are evidence.", "state"
+    )
+    stale = _gauge(
+        "kv_events_stale", "1 while an engine that should publish KV events has not been heard for too long."
+    )
+    age = _gauge("kv_events_age_seconds", "Since the last batch of KV events.")
+    batches = _counter("kv_events_batches", "Batches of KV events applied.")
+    gaps = _counter("kv_events_gaps", "Times that batches were missing: recovered, or the blocks forgotten.", "outcome")
+    restarts = _counter("kv_events_restarts", "Restarts of the engine that its KV events told of.")
+    faults = _counter("kv_events_faults", "Frames, batches and events that could not be read.", "kind")
+    for endpoint in endpoints:
+        hearing, name = endpoint.hearing, (endpoint.url,)
+        now_in, heard_at = hearing.state, hearing.heard_at
+        for one in _STATES:
+            state.add_metric((endpoint.url, one), float(one == now_in))
+        if hearing.wanted:
+            stale.add_metric(name, float(hearing.stale))
+            batches.add_metric(name, float(hearing.batches))
+            restarts.add_metric(name, float(hearing.restarts))
+        if heard_at is not None:
+            age.add_metric(name, time.monotonic() - heard_at)
+        for outcome, count in hearing.gaps.items():
+            gaps.add_metric((endpoint.url, outcome), float(count))
+        for kind, count in hearing.faults.items():
+            faults.add_metric((endpoint.url, kind), float(count))
+    yield from (state, stale, age, batches, gaps, restarts, faults)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvroute_{name}", text, labels=("endpoint", *labels))
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvroute_{name}", text, labels=("endpoint", *labels))

@@ -1,0 +1,98 @@
+"""What an engine's ``/metrics`` page says of its load."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+# Values of labels are quoted and may hold a brace. No part of this can match in two ways, so odd pages cost no more.
+_LABELS = rb'\{([^"}\n]*(?:"[^"\\\n]*(?:\\.[^"\\\n]*)*"[^"}\n]*)*)\}'
+_WAITING, _RUNNING, _USAGE, _CACHE = (
+    (name, re.compile(name + rb"(?:" + _LABELS + rb")?[ \t]+(\S+)"))
+    for name in (
+        b"\nvllm:num_requests_waiting",
+        b"\nvllm:num_requests_running",
+        b"\nvllm:kv_cache_usage_perc",
+        b"\nvllm:cache_config_info",
+    )
+)
+_BLOCKS = re.compile(rb'(?:^|,)num_gpu_blocks="(\d{1,18})"')
+_SIZE = re.compile(rb'(?:^|,)block_size="(\d{1,18})"')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signals:
+    """The load of one engine at one moment, over all its data-parallel ranks.
+
+    Attributes:
+        at: Seconds of ``time.monotonic`` before which nothing of this was counted.
+        waiting: Requests that wait, for whatever reason (``vllm:num_requests_waiting``), summed over ranks.
+        running: Requests that run, summed over ranks.
+        usage: The share of GPU blocks in use, 0 to 1, the mean over ranks; None where the page does not say.
+        gpu_blocks: GPU blocks that the page lists, summed over its entries; None where it does not say.
+        block_size: Tokens per block; None where the page does not say, or ranks differ.
+    """
+
+    at: float
+    waiting: float
+    running: float
+    usage: float | None = None
+    gpu_blocks: int | None = None
+    block_size: int | None = None
+
+
+def parse(page: bytes, at: float) -> Signals | None:
+    """Read a page of Prometheus text as vLLM writes it.
+
+    Args:
+        page: The page, of any content.
+        at: When it was asked for.
+
+    Returns:
+        The signals; None unless the page tells how many requests wait and run, in numbers that can be counts.
+    """
+    page = b"\n" + page
+    waiting, running = _sum(page, _WAITING), _sum(page, _RUNNING)
+    if waiting is None or running is None:
+        return None
+    shares = [share for _, share in _samples(page, _USAGE)]
+    usable = bool(shares) and all(0 <= share <= 1 for share in shares)
+    configs = [labels for labels, _ in _samples(page, _CACHE)]
+    blocks = [int(found.group(1)) for found in map(_BLOCKS.search, configs) if found]
+    sizes = {int(found.group(1)) for found in map(_SIZE.search, configs) if found}
+    return Signals(
+        at=at,
+        waiting=waiting,
+        running=running,
+        usage=sum(shares) / len(shares) if usable else None,
+        gpu_blocks=sum(blocks) or None,
+        block_size=next(iter(sizes)) or None if len(sizes) == 1 else None,
+    )
+
+
+def _sum(page: bytes, series: tuple[bytes, re.Pattern[bytes]]) -> float | None:
+    values = [value for _, value in _samples(page, series)]
+    # A rank whose count cannot be read makes the sum too small, which is worse than none.
+    return sum(values) if values and all(0 <= value < math.inf for value in values) else None
+
+
+def _samples(page: bytes, series: tuple[bytes, re.Pattern[bytes]]) -> list[tuple[bytes, float]]:
+    """Labels and value of each sample of a series; a value that is no number is NaN.
+
+    The name is looked for before the pattern is tried: that is ten times faster on a page of 65 kB.
+    """
+    name, pattern = series
+    found = []
+    start = page.find(name)
+    while start >= 0:
+        match = pattern.match(page, start)
+        if match is not None:
+            labels, text = match.groups()
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            found.append((labels or b"", value))
+        start = page.find(name, start + 1)
+    return found

@@ -1,0 +1,139 @@
+"""The load of engines, as a running gateway scrapes it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvroute.sim import SimFleet
+from tests.field.fleet import Engine
+from tests.support.gateway import running, until
+from tests.support.scripted import STALL, json_reply, reply
+from tests.support.simulated import both
+
+
+class Loaded(Engine):
+    """An engine whose answers to scrapes a test sets."""
+
+    def __init__(self):
+        super().__init__([json_reply(b"{}")])
+        self.page = self.scrape = [reply(b"vllm:num_requests_waiting 3\nvllm:num_requests_running 2\n")]
+
+    async def _script(self, request):
+        if request.target != "/metrics":
+            return await super()._script(request)
+        return self.scrape
+
+
+@pytest.fixture
+async def engine():
+    async with Loaded() as made:
+        yield made
+
+
+@asynccontextmanager
+async def scraping(engine, *, timeout=2.0, max_age=5.0, every=0.01):
+    async with running(
+        endpoints=[engine.url],
+        health__interval_seconds=60,
+        signals__scrape_seconds=every,
+        signals__scrape_timeout_seconds=timeout,
+        signals__max_age_seconds=max_age,
+    ) as gateway:
+        yield gateway, gateway.endpoint(engine.url)
+
+
+async def test_the_load_is_known_and_shown(engine):
+    async with scraping(engine) as (gateway, endpoint):
+        await until(lambda: endpoint.scrapes["ok"] > 1)
+
+        assert gateway.metric("kvroute_endpoint_waiting", endpoint=engine.url) == 3.0
+        assert gateway.metric("kvroute_endpoint_running", endpoint=engine.url) == 2.0
+        assert gateway.metric("kvroute_endpoint_waiting_mean", endpoint=engine.url) == 3.0
+        assert gateway.metric("kvroute_scrapes_total", endpoint=engine.url, outcome="ok") >= 2
+        assert gateway.metric("kvroute_signal_age_seconds", endpoint=engine.url) > 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        ([reply(status="404 Not Found")], "unreadable"),
+        ([reply(b"vllm:num_requests_waiting 3\n")], "unreadable"),
+        ([b"HTTP/9 what\r\n\r\n"], "failed"),
+        ([STALL], "failed"),
+    ],
+)
+async def test_an_outage_makes_the_load_unknown_and_is_counted(engine, answer, outcome, caplog):
+    async with scraping(engine, timeout=0.05, max_age=0.2) as (gateway, endpoint):
+        await until(lambda: endpoint.scrapes["ok"] > 0)
+
+        engine.scrape = answer
+        await until(lambda: endpoint.scrapes["stale"] > 0)
+
+        assert endpoint.scrapes[outcome] > 0
+        assert endpoint.healthy, "a failed scrape takes no engine out"
+        assert (
+            gateway.gateway.metrics.registry.get_sample_value("kvroute_endpoint_waiting", {"endpoint": engine.url})
+            is None
+        )
+        assert len([one for one in caplog.messages if "is not known" in one]) == 1, "said once, not with every scrape"
+
+        engine.scrape = engine.page
+        await until(lambda: gateway.metric("kvroute_endpoint_waiting", endpoint=engine.url) == 3.0)
+
+
+async def test_scrapes_of_one_engine_never_overlap(engine):
+    at_once, most = 0, 0
+
+    def began(_):
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+
+    def ended(_):
+        nonlocal at_once
+        at_once -= 1
+
+    engine.scrape = [began, 0.01, ended, *engine.page]
+    async with scraping(engine, every=0.001) as (_, endpoint):
+        await until(lambda: endpoint.scrapes["ok"] > 3)
+
+    assert most == 1
+
+
+async def test_a_page_of_the_run_that_ended_is_not_taken(engine):
+    asked, release = asyncio.Event(), asyncio.Event()
+    async with scraping(engine) as (_, endpoint):
+        await until(lambda: endpoint.scrapes["ok"] > 0)
+        engine.scrape = [lambda _: asked.set(), release, *engine.page]
+        await asked.wait()
+        seen = endpoint.scrapes["ok"]
+
+        endpoint.new_epoch()
+        engine.scrape = [STALL]
+        release.set()
+        await until(lambda: endpoint.scrapes["ok"] > seen)
+
+        assert endpoint.gate.mean is None
+
+
+async def test_no_scrapes_when_they_are_off(engine):
+    async with scraping(engine, every=0) as (gateway, _):
+        assert gateway.gateway.scraper._tasks == []
+
+
+async def test_simulated_engines_tell_their_load_and_again_after_a_restart():
+    async with SimFleet([both(dp_size=2)], time_scale=0) as fleet:
+        engine = fleet["e"]
+        async with running(
+            endpoints=[engine.url], health__interval_seconds=0.05, signals__scrape_seconds=0.02
+        ) as gateway:
+            endpoint = gateway.endpoint(engine.url)
+            await until(lambda: endpoint.gate.mean is not None)
+            first = endpoint.gate
+
+            await engine.restart()
+            await until(lambda: endpoint.gate is not first and endpoint.gate.mean is not None)
+
+            assert endpoint.epoch > 0
+            assert endpoint.capabilities.block_size == engine.spec.block_size
