@@ -70,6 +70,11 @@ class Probe:
         match = _CACHE.search(body) if status == 200 else None
         return {name.decode(): int(value) for name, value in _LABEL.findall(match.group(1))} if match else {}
 
+    async def kv_event_sources(self, endpoint: Endpoint) -> dict[str, Any] | None:
+        """Where each data-parallel rank publishes KV events; None when the engine does not say."""
+        status, body = await self.get(endpoint, "/kv_event_sources")
+        return _object(body) if status == 200 else None
+
     async def models(self, endpoint: Endpoint) -> dict[str, dict[str, Any]] | None:
         """The engine's entries of ``/v1/models`` by name, as they are; None when it does not list them."""
         status, body = await self.get(endpoint, "/v1/models")

@@ -1,0 +1,205 @@
+"""Hears the KV events of all engines: one task per engine, so that a stuck one delays no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kvroute.aio import timeout
+from kvroute.fleet.events.sources import announced, configured
+from kvroute.upstream import UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from typing_extensions import Self
+
+    from kvroute.config import EndpointSettings, SignalSettings
+    from kvroute.fleet.endpoint import Endpoint
+    from kvroute.fleet.events.replay import Replays
+    from kvroute.fleet.events.sources import Source
+    from kvroute.fleet.events.subscription import Index
+    from kvroute.fleet.events.wire import Wire
+    from kvroute.fleet.fleet import Fleet
+    from kvroute.fleet.probe import Probe
+
+_log = logging.getLogger("kvroute.fleet")
+# Seconds after which an engine that announces no events is asked again, if its epoch does not grow before.
+_ASK_AGAIN = 30.0
+# Seconds after a session that failed, doubled with each failure.
+_BACK_OFF, _BACK_OFF_MOST = 0.5, 30.0
+_WATCH_SECONDS = 1.0
+
+
+class Listener:
+    """Hears events until closed.
+
+    An engine is heard while it takes part in routing. When it leaves, or its epoch grows, its blocks are forgotten and
+    all of it begins anew: where it publishes is asked, its sockets are new, and so is what is known of its numbers.
+
+    Args:
+        fleet: The engines; `Endpoint.hearing` of each says how it is heard.
+        probe: Asks engines where they publish.
+        settings: How to hear.
+        endpoints: The settings of the engines by URL, for those that list addresses.
+        index: Where events go to.
+        on_restart: Called when the events of an engine tell that it started anew; has to let its epoch grow.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        probe: Probe,
+        settings: SignalSettings,
+        endpoints: Mapping[str, EndpointSettings],
+        *,
+        index: Index,
+        on_restart: Callable[[Endpoint], None],
+    ) -> None:
+        self._fleet = fleet
+        self._probe = probe
+        self._settings = settings
+        self._endpoints = endpoints
+        self._index = index
+        self._on_restart = on_restart
+        self._changed = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wire: Wire | None = None
+
+    async def __aenter__(self) -> Self:
+        mode = self._settings.kv_events
+        if mode == "off" or find_spec("zmq") is None:
+            return self
+        # An extra, for which the settings have asked by now if it is needed.
+        from kvroute.fleet.events.replay import Replays  # noqa: PLC0415
+        from kvroute.fleet.events.wire import Wire  # noqa: PLC0415
+
+        self._wire = Wire()
+        replays = Replays(self._wire, self._settings.replay_timeout_seconds)
+        for endpoint in self._fleet.endpoints:
+            endpoint.hearing.wanted = mode == "on" or bool(self._endpoints[endpoint.url].kv_events)
+            endpoint.watchers.append(self._changed[endpoint.url].set)
+            self._tasks.append(
+                asyncio.create_task(self._attend(endpoint, self._wire, replays), name=f"kv events of {endpoint.url}")
+            )
+        self._tasks.append(asyncio.create_task(self._watch(), name="kv events watch"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for endpoint in self._fleet.endpoints:
+            with suppress(ValueError):
+                endpoint.watchers.remove(self._changed[endpoint.url].set)
+        if self._wire is not None:
+            await self._wire.close()
+
+    async def _attend(self, endpoint: Endpoint, wire: Wire, replays: Replays) -> None:
+        changed = self._changed[endpoint.url]
+        failures = 0
+        while True:
+            changed.clear()
+            pause: float | None = None
+            try:
+                if endpoint.healthy:
+                    sources = await self._sources(endpoint)
+                    if sources:
+                        await self._session(endpoint, sources, wire, replays)
+                    failures = 0
+                    if sources:
+                        continue
+                    pause = _ASK_AGAIN
+            except UpstreamError as error:
+                _log.debug("KV events of %s: %s", endpoint.url, error)
+                pause = self._back_off(failures := failures + 1)
+            except Exception:  # noqa: BLE001 - a loop that ends would leave an engine unheard for ever
+                _log.exception("KV events of %s failed", endpoint.url)
+                pause = self._back_off(failures := failures + 1)
+            with suppress(TimeoutError, asyncio.TimeoutError):
+                async with timeout(pause):
+                    await changed.wait()
+
+    @staticmethod
+    def _back_off(failures: int) -> float:
+        return min(_BACK_OFF * 2.0 ** (failures - 1), _BACK_OFF_MOST) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads
+
+    async def _sources(self, endpoint: Endpoint) -> list[Source]:
+        settings = self._endpoints[endpoint.url]
+        if settings.kv_events:
+            return configured(settings, endpoint.origin.host)
+        tree = await self._probe.kv_event_sources(endpoint)
+        found = announced(tree, endpoint.origin.host) if tree is not None else []
+        endpoint.hearing.wanted = bool(found) or self._settings.kv_events == "on"
+        return found
+
+    async def _session(self, endpoint: Endpoint, sources: list[Source], wire: Wire, replays: Replays) -> None:
+        """Hear one run of an engine: until its epoch grows, or a rank started anew or failed."""
+        from kvroute.fleet.events.subscription import RestartedError, Subscription  # noqa: PLC0415 - needs the extra
+
+        changed, epoch = self._changed[endpoint.url], endpoint.epoch
+        tasks = [
+            asyncio.create_task(
+                Subscription(
+                    endpoint.url,
+                    source,
+                    self._index,
+                    endpoint.hearing,
+                    wire=wire,
+                    replays=replays,
+                    grace=self._settings.kv_events_grace_seconds,
+                ).run(),
+                name=f"kv events of {endpoint.url} rank {source.rank}",
+            )
+            for source in sources
+        ]
+        watcher = asyncio.create_task(changed.wait())
+        try:
+            await asyncio.wait([*tasks, watcher], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*tasks, watcher):
+                task.cancel()
+            ended = await asyncio.gather(*tasks, watcher, return_exceptions=True)
+            for source in sources:
+                self._index.forget(endpoint.url, source.rank)
+            endpoint.hearing.ranks.clear()
+        if any(isinstance(end, RestartedError) for end in ended) and endpoint.epoch == epoch:
+            endpoint.hearing.restarts += 1
+            self._on_restart(endpoint)
+            return
+        for end in ended:
+            if isinstance(end, Exception) and not isinstance(end, RestartedError):
+                raise end
+
+    async def _watch(self) -> None:
+        """Keep `Hearing.stale`: silence is told from idleness by requests that bring no events."""
+        since: dict[str, float] = {}
+        while True:
+            for endpoint in self._fleet.endpoints:
+                hearing, now = endpoint.hearing, time.monotonic()
+                heard = hearing.heard_at
+                unheard = hearing.state != "live" or (endpoint.sent > 0 and heard is None)
+                if not (hearing.wanted and endpoint.healthy and unheard):
+                    if hearing.stale and heard is not None:
+                        hearing.stale = False
+                        _log.info("KV events of %s are heard again", endpoint.url)
+                    if not hearing.stale:
+                        since.pop(endpoint.url, None)
+                elif not hearing.stale and now - since.setdefault(endpoint.url, now) >= self._grace:
+                    hearing.stale = True
+                    _log.warning(
+                        "%s should publish KV events, and for %g s none were heard (%s): it is chosen by load alone",
+                        endpoint.url,
+                        self._grace,
+                        hearing.state,
+                    )
+            await asyncio.sleep(min(_WATCH_SECONDS, self._grace / 4))
+
+    @property
+    def _grace(self) -> float:
+        return self._settings.kv_events_grace_seconds
