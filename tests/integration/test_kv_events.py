@@ -70,7 +70,7 @@ class Hearing:
 @asynccontextmanager
 async def heard(*publishers, probe=None, endpoint=None, healthy=True, replay=True, **settings):
     """Hear an engine whose ranks these are."""
-    settings = {"kv_events": "on", "replay_timeout_seconds": 0.1, "kv_events_grace_seconds": 30, **settings}
+    settings = {"kv_events": "on", "kv_events_grace_seconds": 30, **settings}
     if endpoint is None:
         endpoint = EndpointSettings(
             url=URL,
@@ -186,7 +186,7 @@ async def test_a_gap_without_a_replay_socket_forgets_what_was_known(publisher):
 @pytest.mark.parametrize("broken", ["hanging", "garbage"])
 async def test_a_replay_that_fails_is_not_asked_for_again_at_once(publisher, broken):
     fill(publisher, 0)
-    async with heard(publisher) as one:
+    async with heard(publisher, replay_timeout_seconds=0.5) as one:
         publisher.replay = broken
         fill(publisher, 2)
         await until(lambda: one.blocks == {2})

@@ -1,8 +1,8 @@
 """ZMQ sockets of KV events, read by the event loop without ever waiting in one.
 
 A socket is drained by calls that return at once, and the loop watches its descriptor only while there is nothing to
-read. Futures per message, as `zmq.asyncio` makes them, cost three times as much under load (20 against 7 µs a batch), and
-lose a message whose receiver is cancelled.
+read. Futures per message, as `zmq.asyncio` makes them, cost three times as much under load (20 µs a batch against 7),
+and lose a message whose receiver is cancelled.
 
 Needs the extra ``kvroute[events]``: imported only where events are heard.
 """
