@@ -3,8 +3,10 @@
 
 pub mod body;
 pub mod chain;
+pub mod events;
 pub mod gate;
 pub mod http1;
+pub mod index;
 pub mod policy;
 pub mod relay;
 pub mod sse;

@@ -2,6 +2,7 @@
 
 mod body;
 mod chain;
+mod index;
 mod relay;
 mod selective;
 mod tap;
@@ -15,6 +16,8 @@ mod _core {
     use crate::body::{Body, BodyError, Edits};
     #[pymodule_export]
     use crate::chain::chain_blocks;
+    #[pymodule_export]
+    use crate::index::{Applied, PrefixIndex};
 
     #[pymodule_export]
     use crate::relay::EngineResponse;

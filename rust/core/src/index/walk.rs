@@ -1,0 +1,228 @@
+//! A prompt's walk through the table, block by block, with all holders at once.
+
+use super::hash::Namer;
+use super::table::{Holder, Holding, Table, Tiers, parts};
+
+/// The bit of the GPU.
+pub const GPU_BIT: Tiers = 1;
+
+/// The bit of the CPU tier, through which all that lies behind it passes.
+pub const CPU_BIT: Tiers = 2;
+
+/// Tiers that can be told apart.
+pub const MAX_TIERS: usize = Tiers::BITS as usize;
+
+/// A prompt: its tokens, and what its blocks depend on besides.
+#[derive(Debug, Clone)]
+pub struct Prompt<'a> {
+    /// Little-endian `u32`s.
+    pub tokens: &'a [u8],
+    /// The extra bytes of its first block.
+    pub first: Vec<u8>,
+    /// Those of all others.
+    pub others: Vec<u8>,
+}
+
+/// How far one holder follows a prompt.
+///
+/// In the GPU that is the unbroken run of blocks there. A tier reaches as far as each block is in it, or in the GPU's run, or
+/// in the CPU tier: that is how far a load from it can bring a request.
+#[derive(Debug, Clone, Copy)]
+pub struct Run {
+    /// The step that it takes next, unless it is out.
+    next: u32,
+    /// Tiers that reach up to there.
+    alive: Tiers,
+    /// Tiers that have any of the blocks.
+    has: Tiers,
+    /// In blocks, for tiers that are not alive.
+    ends: [u32; MAX_TIERS],
+}
+
+impl Run {
+    /// Of a holder that takes no part.
+    pub const OUT: Self = Self {
+        next: 0,
+        alive: 0,
+        has: 0,
+        ends: [0; MAX_TIERS],
+    };
+    const START: Self = Self {
+        alive: Tiers::MAX,
+        ..Self::OUT
+    };
+
+    /// Takes what the holder has of the block at `at`; whether any tier goes on, and whether they are the same as before.
+    fn step(&mut self, step: u32, at: u32, tiers: Tiers) -> (bool, bool) {
+        if self.alive == 0 || self.next != step {
+            return (false, true);
+        }
+        let in_gpu = self.alive & tiers & GPU_BIT != 0;
+        let everywhere = if in_gpu || tiers & CPU_BIT != 0 {
+            !GPU_BIT
+        } else {
+            0
+        };
+        let reached = self.alive & (tiers | everywhere);
+        let has = self.has | (tiers & reached);
+        let same = reached == self.alive && has == self.has;
+        let mut ended = self.alive & !reached;
+        while ended != 0 {
+            self.ends[ended.trailing_zeros() as usize] = at;
+            ended &= ended - 1;
+        }
+        (self.alive, self.has, self.next) = (reached, has, step + 1);
+        (reached != 0, same)
+    }
+}
+
+/// A walk of all holders.
+///
+/// Where neighbouring blocks have the same holders in the same tiers, which is the rule, only the first two are looked at
+/// holder by holder: a step is a block that differs from the one before, and the others only lengthen it.
+#[derive(Debug)]
+pub struct Walk {
+    runs: Vec<Run>,
+    /// The block at which each step began.
+    steps: Vec<u32>,
+    /// Blocks that were passed.
+    blocks: u32,
+}
+
+impl Walk {
+    /// A walk for holders below this number, with all of them out.
+    pub fn new(holders: usize) -> Self {
+        Self {
+            runs: vec![Run::OUT; holders],
+            steps: Vec::new(),
+            blocks: 0,
+        }
+    }
+
+    /// Lets a holder take part.
+    pub fn enter(&mut self, holder: Holder) {
+        self.runs[usize::from(holder)] = Run::START;
+    }
+
+    /// Walks a prompt in blocks of `size` tokens until no holder goes on. The last token is left out: engines compute it.
+    pub fn walk(
+        &mut self,
+        prompt: &Prompt<'_>,
+        size: usize,
+        now: u32,
+        (namer, table): (&Namer, &Table),
+    ) {
+        const TOKEN: usize = size_of::<u32>();
+        let cached = prompt.tokens.len().saturating_sub(TOKEN);
+        let blocks = prompt.tokens[..cached].chunks_exact(size.saturating_mul(TOKEN));
+        let (mut before, mut text) = (namer.root(), Vec::new());
+        let mut last: Vec<Holding> = Vec::new();
+        for tokens in blocks {
+            let extra = if self.blocks == 0 {
+                &prompt.first
+            } else {
+                &prompt.others
+            };
+            before = namer.name(before, tokens, extra, &mut text);
+            let pass = |holdings: &[Holding]| {
+                if holdings == last {
+                    return true;
+                }
+                let (goes_on, same) = self.step(holdings);
+                last.clear();
+                if same {
+                    last.extend_from_slice(holdings);
+                }
+                goes_on
+            };
+            if table.look(before, now, pass) != Some(true) {
+                break;
+            }
+            self.blocks += 1;
+        }
+    }
+
+    fn step(&mut self, holdings: &[Holding]) -> (bool, bool) {
+        #[allow(clippy::cast_possible_truncation)] // prompts are shorter
+        let step = self.steps.len() as u32;
+        self.steps.push(self.blocks);
+        let (mut any, mut all_same) = (false, true);
+        for &one in holdings {
+            let (holder, tiers) = parts(one);
+            if let Some(run) = self.runs.get_mut(usize::from(holder)) {
+                let (goes_on, same) = run.step(step, self.blocks, tiers);
+                any |= goes_on;
+                all_same &= same;
+            }
+        }
+        (any, all_same)
+    }
+
+    /// How many blocks a tier of a holder reaches; 0 if it has none of them itself.
+    pub fn blocks(&self, holder: Holder, tier: usize) -> u32 {
+        let run = &self.runs[usize::from(holder)];
+        let bit = 1 << tier;
+        if run.has & bit == 0 {
+            0
+        } else if run.alive & bit == 0 {
+            run.ends[tier]
+        } else {
+            // It went on to the step at which it was missing, or to the end.
+            let missing = self.steps.get(run.next as usize);
+            missing.copied().unwrap_or(self.blocks)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STORAGE: Tiers = 4;
+
+    /// One holder's blocks by their tiers, with another one that has all of them.
+    fn ends(blocks: &[Tiers]) -> [u32; 3] {
+        let mut walk = Walk::new(2);
+        walk.enter(0);
+        for &tiers in blocks {
+            if !walk.step(&[u32::from(tiers), (1 << 16) | 1]).0 {
+                break;
+            }
+            walk.blocks += 1;
+        }
+        [0, 1, 2].map(|tier| walk.blocks(0, tier))
+    }
+
+    #[test]
+    fn a_tier_reaches_as_far_as_a_load_from_it_would() {
+        let (g, c, s) = (GPU_BIT, CPU_BIT, STORAGE);
+        for (blocks, expected) in [
+            (&[][..], [0, 0, 0]),
+            (&[g, g], [2, 0, 0]),
+            (&[g | c, g | c, c, c], [2, 4, 0]),
+            // Evicted from the end: the outer tiers begin where the GPU's run ends.
+            (&[g, g, c, s, s], [2, 3, 5]),
+            (&[s, s, g], [0, 0, 2]),
+            (&[c, s, c, s], [0, 1, 4]),
+            (&[g, c, g, s], [1, 2, 0]),
+            // What is only in the GPU behind its run cannot be loaded.
+            (&[g, s, g, s], [1, 0, 2]),
+            (&[c, g, c], [0, 1, 0]),
+        ] {
+            assert_eq!(ends(blocks), expected, "{blocks:?}");
+        }
+    }
+
+    #[test]
+    fn a_holder_that_misses_a_block_is_out() {
+        let mut walk = Walk::new(2);
+        walk.enter(0);
+        walk.enter(1);
+        for holders in [&[0, 1][..], &[1], &[0, 1]] {
+            let holdings: Vec<Holding> = holders.iter().map(|holder| (holder << 16) | 1).collect();
+            assert!(walk.step(&holdings).0);
+            walk.blocks += 1;
+        }
+        assert_eq!((walk.blocks(0, 0), walk.blocks(1, 0)), (1, 3));
+    }
+}
