@@ -374,3 +374,17 @@ async def test_kv_of_another_prompt_is_not_recorded_as_decodes_own(bare, client,
 
         assert gateway.metric("kvroute_kv_records_total", outcome="prompt_differs") == 1
         assert generations(bare["p"])[0].body["return_token_ids"] is True
+
+
+async def test_decode_computes_a_prompt_that_prefill_rendered_differently(fleet, client, config, monkeypatch):
+    async with running(file=config()) as gateway:
+        await gateway.gateway.prompts.settled()
+        talk = Talk(fleet, client, gateway, conversation_id="c1")
+        prompt = sim_tokens.render([{"role": "user", "content": FIRST}])
+        monkeypatch.setattr("kvroute.http.prefill.prompt_of", lambda _: array("I", [*prompt[:-1], 7]))
+        await talk.say(FIRST)
+
+    # The seal says that prefill's prompt is another one, and decode's plugin reads nothing.
+    assert "kvroute_prompt" in generations(fleet["d"])[0].params
+    assert pulled(fleet["d"]) == 0
+    assert [violation.kind for violation in fleet["d"].violations] == ["other_prompt"]

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from kvroute._core import Body, hide_in_document
-from kvroute.kv.decoded import NoRecord, ids_wanted, keys_of, recorded
+from kvroute.kv.decoded import NoRecord, ids_wanted, keys_of, recorded, sealed
 from kvroute.kv.params import read_handle
 from kvroute.verify.digests import SCHEME, TokenDigests, sequence_keys
 from kvroute.verify.record import read_record, write_seal
@@ -31,12 +31,12 @@ def body_of(**members):
     return Body.scan(orjson.dumps(members))
 
 
-def record_of(answer=ANSWER, *, handoff=None, prefilled=None, keys=(), **handle):
+def record_of(answer=ANSWER, *, handoff=None, keys=(), **handle):
     answer = {**answer, "kv_transfer_params": answer["kv_transfer_params"] | handle}
     _, tap = hide_in_document(orjson.dumps(answer), [], "read")
     found = read_handle(tap.handle, from_decode=True)
     assert found is not None
-    return recorded(found, tap, keys, block_size=128, full_attention=None, handoff=handoff, prefilled=prefilled)
+    return recorded(found, tap, keys, block_size=128, full_attention=None, handoff=handoff)
 
 
 def handoff_of(**members):
@@ -125,12 +125,25 @@ def test_a_handoff_of_another_prompt_leaves_no_record(handoff):
     assert refusal(handoff=handoff_of(**handoff)) == "prompt_differs"
 
 
-def test_the_prompt_itself_counts_for_more_than_its_length():
+def test_the_gateway_seals_what_an_engine_without_the_plugin_hands_over():
     same, other = array("I", PROMPT), array("I", [*PROMPT[:-1], 7])
+    plain = handoff_of()
+    assert plain is not None
 
-    assert record_of(handoff=handoff_of(), prefilled=same).scheme == SCHEME
-    assert refusal(handoff=handoff_of(), prefilled=other) == "prompt_differs"
-    assert record_of(handoff=None, prefilled=other).scheme == SCHEME  # decode computed its own
+    seal = orjson.loads(sealed(plain, same, (), block_size=16).raw)["kvroute_prompt"]
+    assert seal == write_seal(TokenDigests(PROMPT), len(PROMPT), 16)
+    assert record_of(handoff=sealed(plain, same, (), block_size=16)).scheme == SCHEME
+    assert refusal(handoff=sealed(plain, other, (), block_size=16)) == "prompt_differs"
+
+
+def test_what_is_not_known_to_be_the_whole_prompt_is_not_sealed():
+    plain, own = handoff_of(), handoff_of(kvroute_prompt={"its": "own"})
+    assert plain is not None
+    assert own is not None
+
+    assert sealed(plain, array("I", PROMPT[:-1]), (), block_size=16) is plain
+    assert sealed(plain, array("I", PROMPT), (), block_size=None) is plain
+    assert sealed(own, array("I", PROMPT), (), block_size=16) is own
 
 
 def test_an_empty_sequence_leaves_no_record():

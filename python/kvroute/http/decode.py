@@ -227,15 +227,7 @@ class DecodeLeg:
         assert body is not None
         try:
             keys = keys_of(body, endpoint.models)
-            handle = recorded(
-                handle,
-                tap,
-                keys,
-                block_size=block_size,
-                full_attention=None,
-                handoff=self._given,
-                prefilled=self._prefilled.prompt,
-            )
+            handle = recorded(handle, tap, keys, block_size=block_size, full_attention=None, handoff=self._given)
         except NoRecord as error:
             outcome = error.reason
         self._gateway.metrics.records.labels(outcome).inc()

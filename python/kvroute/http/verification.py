@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvroute.http.intake import Incoming
     from kvroute.kv.held import Held
     from kvroute.kv.params import Handle
+    from kvroute.plan.reuse import Action, Decision
     from kvroute.verify.trim import Verdict
 
 _log = logging.getLogger("kvroute.verification")
@@ -39,6 +40,37 @@ class Verification:
     verdict: Verdict | None = None
     handle: Handle | None = None
     tokens: array[int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """What one engine gets of the conversation's handle.
+
+    Attributes:
+        decision: What happens to it.
+        held: The handle as it is kept.
+        found: What the gateway's own comparison found, None when it did not compare.
+    """
+
+    decision: Decision
+    held: Held
+    found: Verification | None = None
+
+    @property
+    def action(self) -> Action:
+        """What happens to the handle."""
+        return self.decision.action
+
+    @property
+    def handle(self) -> Handle:
+        """The handle as it is sent."""
+        cut = self.found.handle if self.found is not None and self.action == "read" else None
+        return self.held.handle if cut is None else cut
+
+    @property
+    def prompt(self) -> array[int] | None:
+        """The tokens the handle was compared with, when the gateway did that and there is something to read."""
+        return self.found.tokens if self.found is not None and self.action == "read" else None
 
 
 async def verify(gateway: Gateway, incoming: Incoming, held: Held, prefill: Endpoint) -> Verification:

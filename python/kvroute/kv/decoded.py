@@ -17,7 +17,7 @@ import orjson
 from kvroute._core import Body, Edits
 from kvroute.kv.recipes import OWNED
 from kvroute.verify.digests import SCHEME, Keys, TokenDigests, sequence_keys
-from kvroute.verify.record import sealed_tokens, write_record
+from kvroute.verify.record import sealed_tokens, write_record, write_seal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,7 +108,6 @@ def recorded(
     block_size: int,
     full_attention: bool | None,
     handoff: Handle | None,
-    prefilled: array[int] | None = None,
 ) -> Handle:
     """The handle of a turn with a record of the tokens that its blocks hold.
 
@@ -119,7 +118,6 @@ def recorded(
         block_size: Tokens per block of the decode engine.
         full_attention: Whether any prefix of its blocks is a complete cache; None when that is not known.
         handoff: What the engine was given to read, None when it computed the prompt itself.
-        prefilled: The prompt as the prefill engine computed it, None when that is not known.
 
     Raises:
         NoRecord: ``no_token_ids`` when the answer has none, ``incomplete`` when it counts others than it shows,
@@ -136,7 +134,7 @@ def recorded(
     if tree.raw("dcp_size") != b"1":
         raise NoRecord("layout")
     sequence = TokenDigests(prompt, keys)
-    _check_handoff(handoff, sequence, same=prompt == prefilled if prefilled is not None else None)
+    _check_handoff(handoff, sequence)
     sequence.extend(output)
     # The last token was sampled and never fed back, so that its KV is nowhere; drafts beyond a stop are counted by the
     # engine and were never accepted.
@@ -149,19 +147,35 @@ def recorded(
     return dataclasses.replace(handle, raw=raw, scheme=SCHEME, block_size=block_size)
 
 
-def _check_handoff(handoff: Handle | None, prompt: TokenDigests, *, same: bool | None) -> None:
-    """Check that the KV which the engine was given is its own prompt's, as far as the prefill engine tells.
+def sealed(handoff: Handle, prompt: array[int], keys: Keys, *, block_size: int | None) -> Handle:
+    """What a prefill engine without the plugin hands over, with the seal that the plugin would have written.
+
+    Args:
+        handoff: As the engine returned it.
+        prompt: As the engine computed it.
+        keys: See `keys_of`.
+        block_size: Tokens per block of the engine; there is no seal without it.
+
+    Returns:
+        The hand-off as it came where it has a seal, or hands over other than its whole prompt.
+    """
+    tree = Body.scan(handoff.raw)
+    if block_size is None or handoff.tokens != len(prompt) or tree.raw("kvroute_prompt") is not None:
+        return handoff
+    seal = write_seal(TokenDigests(prompt, keys), len(prompt), block_size)
+    return dataclasses.replace(handoff, raw=tree.splice(_NOTHING, kvroute_prompt=orjson.dumps(seal)))
+
+
+def _check_handoff(handoff: Handle | None, prompt: TokenDigests) -> None:
+    """Check that the KV which the engine was given is its own prompt's, as far as is known.
 
     Another template on the prefill engine, or a date at midnight, and the blocks hold other tokens than the answer
-    shows. Its plugin seals its prompt; without one, it is asked for it (``same``), or else its count is compared.
+    shows. Without a seal, the count is all there is to compare.
     """
     if handoff is None:
         return
     raw = Body.scan(handoff.raw).raw("kvroute_prompt")
-    if raw is not None:
-        same = sealed_tokens(orjson.loads(raw), prompt) > 0
-    elif same is None:
-        same = handoff.tokens == len(prompt)
+    same = handoff.tokens == len(prompt) if raw is None else sealed_tokens(orjson.loads(raw), prompt) > 0
     if not same:
         raise NoRecord("prompt_differs")
 
