@@ -161,7 +161,7 @@ async def test_a_handle_is_kept_when_the_client_leaves_at_the_end_mark_of_its_st
     script: Script = [
         stream_head(),
         chunk(delta("ok")),
-        chunk(event(b'{"kv_transfer_params":%b}' % DECODED)),
+        chunk(event(b'{"kv_transfer_params":%b,"kvroute":{"scheme":"any"}}}' % DECODED.removesuffix(b"}"))),
         chunk(DONE),
         STALL,
     ]

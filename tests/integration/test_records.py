@@ -10,8 +10,10 @@ from kvroute.verify.digests import TokenDigests, sequence_keys
 from kvroute.verify.record import read_record
 from tests.integration.test_turns import FIRST, Talk
 from tests.support import simulated
-from tests.support.gateway import running
+from tests.support.gateway import running, until
 from tests.support.simulated import COLD, MODEL, broken, legs, posts, pulled
+
+RELEASES = "kvroute_kv_releases_total"
 
 
 @pytest.fixture
@@ -140,3 +142,6 @@ async def test_text_parts_are_text_and_media_leave_no_record(fleet, client):
                 await answer.read()
         assert gateway.metric("kvroute_kv_records_total", outcome="written") == 1
         assert gateway.metric("kvroute_kv_records_total", outcome="media") == 1
+        # Nobody could read it, so nobody waits for it.
+        assert gateway.metric("kvroute_kv_handles_total", fate="unverifiable") == 1
+        await until(lambda: gateway.metric(RELEASES, direction="decode_to_prefill", outcome="sent") == 1)

@@ -174,8 +174,13 @@ async def test_without_the_plugin_everything_is_served_and_nothing_is_reused(cli
         await talk.say(FIRST)
         await talk.say("six", stream=True)
 
-        assert gateway.metric("kvroute_kv_reuse_total", outcome="refused", reason="prefill_unknown") == 1
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="miss", reason="no_handle") == 2
         assert b'"remote_block_ids":null' in posts(prefill)[1].raw
+        # Streams bring no handle there; the other turn's blocks are not left to their time limit.
+        assert gateway.metric("kvroute_kv_handles_total", fate="unverifiable") == 1
+        await until(
+            lambda: gateway.metric("kvroute_kv_releases_total", direction="decode_to_prefill", outcome="sent") == 1
+        )
         assert broken(prefill, decode) == []
 
 

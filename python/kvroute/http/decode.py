@@ -207,15 +207,21 @@ class DecodeLeg:
             # The margin of the defaults: 450 of 480 s.
             ttl = min(settings.ttl_seconds if turn.proven else settings.unnamed_ttl_seconds, engine_ttl * 15 / 16)
             # Counted from the engine's end: a client that reads slowly must not make the blocks look younger.
-            held = Held(handle, endpoint.url, epoch, ended + ttl, self._history(handle), turn.proven)
+            history = self._history(endpoint, handle)
+            held = Held(handle, endpoint.url, epoch, ended + ttl, history, turn.proven)
             gateway.ledger.pin(held, until=ended + engine_ttl)
-            fate = "stored" if turn.continuable else "no_conversation"
+            fate = "no_conversation" if not turn.continuable else "stored" if self._useful(held) else "unverifiable"
         if fate is not None:
             gateway.metrics.handles.labels(fate).inc()
-        if held is not None and not turn.continuable:
+        if held is not None and fate != "stored":
             gateway.releases.unused(held)
             held = None
         turn.finish(endpoint.url, held, response_of(self._incoming, tap))
+
+    def _useful(self, held: Held) -> bool:
+        """Whether anything can come of a handle: it can be verified, or its turn can go straight to decode."""
+        settings = self._gateway.settings
+        return held.handle.scheme is not None or settings.conversations.verify == "off" or held.history is not None
 
     def _handle(self, endpoint: Endpoint, tap: Tap | None) -> Handle | None:
         """The handle that an answer brought, with the gateway's record where the engine made none."""
@@ -227,15 +233,21 @@ class DecodeLeg:
         assert body is not None
         try:
             keys = keys_of(body, endpoint.models)
-            handle = recorded(handle, tap, keys, block_size=block_size, full_attention=None, handoff=self._given)
+            layout = endpoint.capabilities.kv_layout
+            full_attention = None if layout is None else layout == "full_attention"
+            handle = recorded(
+                handle, tap, keys, block_size=block_size, full_attention=full_attention, handoff=self._given
+            )
         except NoRecord as error:
             outcome = error.reason
         self._gateway.metrics.records.labels(outcome).inc()
         return handle
 
-    def _history(self, handle: Handle) -> History | None:
+    def _history(self, endpoint: Endpoint, handle: Handle) -> History | None:
+        """What the next turn is compared with to see whether it can go straight to decode; None when it cannot."""
         body, prompt_tokens = self._incoming.body, self._prefilled.prompt_tokens
-        if body is None or prompt_tokens is None or not self._gateway.settings.pd.direct_max_uncached_tokens:
+        direct = self._gateway.settings.pd.direct_max_uncached_tokens and endpoint.capabilities.prefix_caching
+        if body is None or prompt_tokens is None or not direct:
             return None
         return History.of(body, prompt_tokens=prompt_tokens, held_tokens=handle.tokens)
 

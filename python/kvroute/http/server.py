@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from contextlib import asynccontextmanager, suppress
@@ -14,8 +15,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvroute.aio import timeout
 from kvroute.http.admin import Admin
 from kvroute.http.departures import departures
-from kvroute.http.dispatch import Dispatcher
+from kvroute.http.dispatch import SINGLE, Dispatcher
 from kvroute.http.gateway import Gateway
+from kvroute.plan.api import APIS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -52,7 +54,10 @@ def application(gateway: Gateway) -> web.Application:
     app = web.Application(client_max_size=0)
     app.on_response_prepare.append(_name_server)
     app.add_routes(Admin(gateway).routes())
-    app.router.add_route("*", "/{path:.*}", Dispatcher(gateway).handle)
+    handle = Dispatcher(gateway).handle
+    for path in (*APIS, *SINGLE):  # found at once, where the pattern is tried last
+        app.router.add_route("*", path, handle)
+    app.router.add_route("*", "/{path:.*}", handle)
     return app
 
 
@@ -145,6 +150,9 @@ async def serve(settings: Settings, *, started: Callable[[str, Gateway], None] |
     gateway = Gateway(settings)
     async with serving(gateway) as url:
         await gateway.monitor.first_round()
+        # What is here now stays: a full collection that visits it as well holds every stream up for tens of ms.
+        gc.collect()
+        gc.freeze()
         if started is not None:
             started(url, gateway)
         await stop.wait()
