@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 from .docs import write
 from .real import REAL_WAYS, on_real_engines
@@ -24,30 +26,29 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20_000, help="requests on simulated engines, each way; 0: none")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS, help="who decides about handles")
     parser.add_argument("--real-turns", type=int, default=0, help="requests on real engines, each verifier")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/reuse.md")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)  # engines restart in this run
 
     print(f"seed {options.seed}", flush=True)
     simulated: dict[Way, Tally] = {}
     real: dict[Way, Tally] = {}
     if options.turns:
-        for way in options.ways:
-            simulated[way] = asyncio.run(_simulated(way, options.turns // TURNS, options.seed))
+        with ProcessPoolExecutor(options.jobs) as jobs:
+            running = {way: jobs.submit(_simulated, way, options.turns // TURNS, options.seed) for way in options.ways}
+            simulated = {way: job.result() for way, job in running.items()}
     if options.real_turns:
         real = on_real_engines(options.real_turns // TURNS, options.seed, progress=_Progress)
     found = [f"{way}: {fault}" for way in VERIFYING if way in simulated for fault in faults(simulated[way])]
     found += [f"{way}, real engines: {fault}" for way in REAL_WAYS if way in real for fault in faults(real[way])]
-    tables = []
-    if simulated:
-        tables.append(table({TITLES[way]: tally for way, tally in simulated.items()}))
-    if real:
-        tables.append(table({TITLES[way]: tally for way, tally in real.items()}))
-    print("\n\n".join(tables))
+    for name, tallies in (("simulated", simulated), ("real", real)):
+        if tallies:
+            made = table({TITLES[way]: tally for way, tally in tallies.items()})
+            print(f"\n{name} engines, seed {options.seed}\n\n{made}")
+            if options.write_docs and not found:
+                write(name, made)
     print("\n".join(f"FAULT {fault}" for fault in found))
-    if options.write_docs and not found:
-        write(tables, seed=options.seed)
     sys.exit(bool(found))
 
 
@@ -64,8 +65,10 @@ class _Progress:
         print(f"{self._way:14} {place:10} {total.turns:6} turns, {total.wrong} wrong, {seconds:.0f} s", flush=True)
 
 
-async def _simulated(way: Way, conversations: int, seed: int) -> Tally:
-    return await simulate(way, conversations, seed=seed, progress=_Progress(way))
+def _simulated(way: Way, conversations: int, seed: int) -> Tally:
+    """One way, in a process of its own."""
+    logging.disable(logging.WARNING)  # engines restart in this run
+    return asyncio.run(simulate(way, conversations, seed=seed, progress=_Progress(way)))
 
 
 if __name__ == "__main__":

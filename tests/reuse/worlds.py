@@ -154,6 +154,8 @@ class SimulatedBench:
         self._baseline = baseline(self._poster("p"), self._poster("d")) if baseline is not None else None
         self._cold = SimulatedCold(engine.spec for engine in fleet)
         self._ended = 0
+        self._direct = 0
+        self._last = self._sources("prefill"), self._sources("decode")
 
     def takes(self, talk: Conversation) -> bool:
         """Baselines know fewer APIs."""
@@ -187,13 +189,20 @@ class SimulatedBench:
         return cold
 
     async def reused(self) -> int:
-        """As prefill engines count."""
-        return sum(
-            core.stats.by_source["external_kv_transfer"]
-            for engine in self._fleet
-            if engine.spec.role == "prefill"
-            for core in engine.cores
-        )
+        """As prefill engines count what they read, and decode engines what they had in turns that skipped prefill."""
+        prefill, decode = self._sources("prefill"), self._sources("decode")
+        if prefill == self._last[0]:
+            self._direct += decode["local_cache_hit"] - self._last[1]["local_cache_hit"]
+        self._last = prefill, decode
+        return prefill["external_kv_transfer"] + self._direct
+
+    def _sources(self, role: str) -> Counter[str]:
+        """Prompt tokens by where their KV came from, over all engines of a role."""
+        found: Counter[str] = Counter()
+        for engine in self._fleet:
+            for core in engine.cores if engine.spec.role == role else ():
+                found.update(core.stats.by_source)
+        return found
 
     def crossed(self) -> int:
         """As engines note."""
