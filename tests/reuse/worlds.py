@@ -111,6 +111,7 @@ WORLDS: dict[str, World] = {
     "thinking": World("a model that thinks; the template strips it", QUIET, 1, engines={"thinks": True}),
     "groups": World("two KV-cache groups (sliding window)", QUIET, 1, engines={"sliding_window": 64}),
     "drafts": World("speculative decoding: handles overstate", QUIET, 1, decode={"speculative_tokens": 5}),
+    "blocks": World("blocks of 16 tokens on prefill, 32 on decode", QUIET, 1, decode={"block_size": 32}),
     "unplugged": World(
         "no plugin on any engine, answers not streamed",
         replace(QUIET, streamed=0.0),

@@ -343,6 +343,13 @@ def test_blocks_of_another_size_are_taken_over_but_not_on_a_cpu(caplog: pytest.L
     assert match(Connector(), Request(list(range(9)), kv_transfer_params=dict(params)), 0) == (9, True)
 
 
+def test_blocks_of_another_size_are_not_taken_over_behind_local_ones() -> None:
+    request = Request(list(range(9)), kv_transfer_params=handed_over(list(range(9))))
+    assert match(Connector(block_size=8), request, 0) == (9, True)
+    assert match(Connector(block_size=8), request, 8) == (0, False)
+    assert match(Connector(), request, 8) == (1, True)
+
+
 @pytest.mark.parametrize("seal", [{}, [], "text", {"v": 1}, {"block_size": 0}, {"block_size": "4"}])
 def test_a_seal_that_cannot_be_read_is_a_broken_one(seal: Any) -> None:
     request = Request(list(range(9)), kv_transfer_params=handed_over(list(range(9))) | {"kvroute_prompt": seal})

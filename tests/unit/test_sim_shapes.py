@@ -126,6 +126,17 @@ def test_larger_blocks_are_filled_from_several_smaller_ones(lab):
     assert reply(done) == cold(lab, PROMPT)
 
 
+@pytest.mark.parametrize("plugin", [True, False])
+def test_larger_blocks_are_paired_wrongly_behind_local_ones(lab, plugin):
+    members = {"plugin": plugin}
+    pair = lab.core("p", "prefill", block_size=16, **members), lab.core("d", "decode", block_size=32, **members)
+    done = first_turn(lab, pair)
+    prompt = [*done.tokens, *MORE[:5]]
+    assert -(-len(prompt) // 16) % 2 == 1  # a last block of decode's is filled by half
+    right = cold(lab, prompt)
+    assert (reply(first_turn(lab, pair, prompt=prompt)) == right) == plugin
+
+
 def test_smaller_blocks_cannot_be_filled_from_larger_ones(lab):
     pair = lab.core("p", "prefill", block_size=32, **PLAIN), lab.core("d", "decode", block_size=16, **PLAIN)
     assert first_turn(lab, pair).error is not None

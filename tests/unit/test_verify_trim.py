@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvroute.verify.digests import TokenDigests
 from kvroute.verify.record import write_record
-from kvroute.verify.trim import HANDLE_MEMBERS, EngineShape, Verdict, decide, is_handle
+from kvroute.verify.trim import HANDLE_MEMBERS, EngineShape, Verdict, decide, has_smaller_blocks, is_handle
 
 BLOCK = 4
 ENGINE = EngineShape(block_size=BLOCK, groups=1, trimmable=True, readable=True, min_tokens=1, notifies=True)
@@ -219,3 +219,19 @@ def test_a_handle_without_a_sound_address_is_taken_out(change: dict[str, Any]) -
 )
 def test_a_first_turn_and_a_decode_leg_are_no_handles(params: dict[str, Any] | None) -> None:
     assert not is_handle(params)
+
+
+@pytest.mark.parametrize(
+    ("groups", "count", "smaller"),
+    [
+        ([[1, 2, 3]], 33, True),  # three blocks of 16
+        ([[1, 2]], 33, False),
+        ([[7], [1, 2]], 33, False),  # a sliding window's group lists its last blocks alone
+        ([[1, 2], [1, 2, 3]], 33, True),
+        ([], 33, False),
+        (None, 33, False),
+        ([[1, 2, 3]], None, False),
+    ],
+)
+def test_smaller_blocks_are_known_by_their_number(groups, count, smaller):
+    assert has_smaller_blocks({"remote_block_ids": groups, "remote_num_tokens": count}, 32) == smaller

@@ -63,7 +63,8 @@ class Connector:
         if params.get("do_remote_prefill"):
             count = sequence.prompt_tokens - local_tokens
             if count > 0:
-                return count if self.plugin.seal_holds(sequence, sequence.prompt_tokens) else 0
+                taken = self.plugin.takes_over(sequence, sequence.prompt_tokens, local=local_tokens)
+                return count if taken else 0
         if (
             params.get("do_remote_decode")
             and params.get("remote_block_ids")

@@ -12,7 +12,7 @@ import kvroute
 from kvroute.sim.tokens import IMAGE_TOKENS
 from kvroute.verify.digests import SCHEME, TokenDigests, sequence_keys
 from kvroute.verify.record import sealed_tokens, write_record, write_seal
-from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle
+from kvroute.verify.trim import EngineShape, Verdict, decide, has_smaller_blocks, is_handle
 
 if TYPE_CHECKING:
     from kvroute.sim.config import EngineSpec
@@ -70,10 +70,15 @@ class Plugin:
         )
         sequence.params = sequence.verdict.params
 
-    def seal_holds(self, sequence: Sequence, tokens: int) -> bool:
-        """On a decode engine: whether the prefill engine computed this very prompt."""
-        seal = (sequence.params or {}).get("kvroute_prompt")
-        if not self.active or not self._spec.verify or seal is None:
+    def takes_over(self, sequence: Sequence, tokens: int, *, local: int) -> bool:
+        """On a decode engine: whether the prefill engine computed this very prompt, in blocks that can be paired."""
+        params = sequence.params or {}
+        if not self.active or not self._spec.verify:
+            return True
+        if local and has_smaller_blocks(params, self._spec.block_size):
+            return False
+        seal = params.get("kvroute_prompt")
+        if seal is None:
             return True
         if sequence.seal_holds is None:
             sequence.seal_holds = sealed_tokens(seal, self.digests(sequence, tokens)) == tokens

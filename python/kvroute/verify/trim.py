@@ -95,6 +95,18 @@ def is_handle(params: Mapping[str, Any] | None) -> bool:
     return bool(params and params.get("do_remote_decode") and params.get("remote_block_ids"))
 
 
+def has_smaller_blocks(params: Mapping[str, Any], block_size: int) -> bool:
+    """Tell whether a prefill engine's blocks are smaller than ``block_size`` tokens, by how many it needed.
+
+    vLLM 0.32 then fills a decode engine's block from several, and pairs both lists from their ends. Behind blocks that
+    the decode engine has itself, the ends need not be at the same token, and everything is shifted by a block.
+    """
+    groups, count = params.get("remote_block_ids"), params.get("remote_num_tokens")
+    if not isinstance(groups, (list, tuple)) or type(count) is not int:
+        return False
+    return max(map(len, groups), default=0) > -(-count // block_size)
+
+
 def decide(
     params: Mapping[str, Any],
     prompt_tokens: int,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvroute.verify.digests import Keys, TokenDigests, sequence_keys
 from kvroute.verify.record import sealed_tokens, write_record, write_seal
-from kvroute.verify.trim import EngineShape, Verdict, decide, is_handle, refuse
+from kvroute.verify.trim import EngineShape, Verdict, decide, has_smaller_blocks, is_handle, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,7 +172,7 @@ def wrap_get_num_new_matched_tokens(original: Callable[..., Any]) -> Callable[..
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill") and not params.get("do_remote_decode"):
             count, asynchronous = original(self, request, num_computed_tokens)
-            if count and not _takes_over(self, request, num_computed_tokens + count):
+            if count and not _takes_over(self, request, num_computed_tokens + count, local=num_computed_tokens):
                 # No read follows, and the connector tells the prefill engine to free its blocks.
                 return 0, False
             return count, asynchronous
@@ -196,13 +196,18 @@ def wrap_get_num_new_matched_tokens(original: Callable[..., Any]) -> Callable[..
     return get_num_new_matched_tokens
 
 
-def _takes_over(connector: Any, request: Any, tokens: int) -> bool:
+def _takes_over(connector: Any, request: Any, tokens: int, *, local: int) -> bool:
     """Tell whether a decode engine may take the first ``tokens`` tokens from the prefill engine, as far as known.
 
-    A prefill engine without the plugin seals nothing; its blocks are believed as vLLM does.
+    The first ``local`` of them it has itself. A prefill engine without the plugin seals nothing; its blocks are
+    believed as vLLM does.
     """
+    if verification_skipped():
+        return True
+    if local and has_smaller_blocks(request.kv_transfer_params, connector.block_size):
+        return False
     seal = request.kv_transfer_params.get("kvroute_prompt")
-    if seal is None or verification_skipped():
+    if seal is None:
         return True
     decided: bool | None = getattr(request, _SEALED, None)
     if decided is None:
