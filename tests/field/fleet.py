@@ -99,7 +99,7 @@ async def fleet(
     mode: str, script: Scripts = ANSWERED, *, prefill: Scripts = PREFILLED, **settings: Any
 ) -> AsyncIterator[Fleet]:
     """Start engines and a gateway in `mode`; probes run once, at the start."""
-    settings = {"health__interval_seconds": 60, **settings}
+    settings = {"health__interval_seconds": 60, "signals__scrape_seconds": 0, **settings}
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(Engine(script))
         if mode == "aggregated":

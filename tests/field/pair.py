@@ -122,7 +122,7 @@ async def over(
     *, endpoints: Sequence[Engine] = (), prefill: Sequence[Engine] = (), decode: Sequence[Engine] = (), **settings: Any
 ) -> AsyncIterator[Running]:
     """Start these engines and a gateway over them; probes run once, at the start, unless the settings say otherwise."""
-    settings = {"health__interval_seconds": 60, **settings}
+    settings = {"health__interval_seconds": 60, "signals__scrape_seconds": 0, **settings}
     async with AsyncExitStack() as stack:
         for engine in (*endpoints, *prefill, *decode):
             await stack.enter_async_context(engine)

@@ -100,7 +100,9 @@ async def test_tmo_03_a_black_hole_costs_no_request(where):
     lost, well = Engine(script), Engine(script)
     rest = {"prefill": [Engine(PREFILLED)]} if where == "decode" else {"decode": [Engine(OK)]}
     engines = {"endpoints": [lost, well]} if where == "aggregated" else {**rest, where: [lost, well]}
-    async with over(**engines, timeouts__connect_seconds=0.3, health__timeout_seconds=0.3) as gateway:
+    waits: Any = {"timeouts__connect_seconds": 0.3, "health__timeout_seconds": 0.3}
+    # In turn, so that the lost one is tried: equal prompts would stay with the other.
+    async with over(**engines, **waits, routing__policy="round_robin") as gateway:
         await lost.__aexit__()
         with BlackHole(lost.port):
             assert [(await ask(gateway, BASE)).status for _ in range(8)] == [200] * 8

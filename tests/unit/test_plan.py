@@ -6,6 +6,7 @@ from kvroute._core import Body
 from kvroute.fleet import Endpoint, Fleet
 from kvroute.plan.api import whole_reason
 from kvroute.plan.plan import make_plan
+from kvroute.plan.router import Question, Router
 from kvroute.upstream import Origin
 
 
@@ -15,9 +16,9 @@ def endpoint(name, role, *, models=("m",), healthy=True):
     return made
 
 
-def plan(fleet, **changes):
-    facts = {"disaggregated": True, "model": "m", "whole": None, "sticky": None, "fallback": "decode", **changes}
-    return make_plan(fleet, **facts)
+def plan(fleet, *, sticky=None, **changes):
+    facts = {"disaggregated": True, "whole": None, "fallback": "decode", "now": 0.0, **changes}
+    return make_plan(Router(fleet, policy="prefix_affinity"), Question(model="m", session=sticky), **facts)
 
 
 @pytest.mark.parametrize(
@@ -89,51 +90,6 @@ def test_a_pin_for_decode_says_nothing_of_prefill():
     made = plan(fleet, sticky="http://d:1")
 
     assert [engine.url for engine in made.prefills] == ["http://p2:1"]
-
-
-def test_the_least_loaded_engine_is_chosen_and_ties_are_spread():
-    engines = [endpoint(f"e{i}", "both") for i in range(4)]
-    fleet = Fleet(engines)
-    chosen = []
-    for _ in range(100):
-        best = fleet.ranked("both", "m")[0]
-        chosen.append(best)
-        best.in_flight["whole"] += 1
-
-    assert {chosen.count(engine) for engine in engines} == {25}
-
-
-def test_idle_engines_take_turns():
-    engines = [endpoint(f"e{i}", "both") for i in range(3)]
-    fleet = Fleet(engines)
-
-    assert [fleet.ranked("both", "m")[0].url for _ in range(6)] == [engine.url for engine in engines * 2]
-
-
-def test_interleaved_models_do_not_share_a_turn():
-    fleet = Fleet(
-        [
-            endpoint("a", "both", models=("m1",)),
-            endpoint("b", "both", models=("m1",)),
-            endpoint("c", "both", models=("m2",)),
-            endpoint("d", "both", models=("m2",)),
-        ],
-        policy="round_robin",
-    )
-    counts = dict.fromkeys("abcd", 0)
-    for _ in range(50):
-        for model in ("m1", "m2"):
-            counts[fleet.ranked("both", model)[0].url[7]] += 1
-
-    assert counts == dict.fromkeys("abcd", 25)
-
-
-def test_invented_model_names_do_not_grow_the_fleet():
-    fleet = Fleet([endpoint("a", "both", models=()), endpoint("b", "both", models=())])
-    for number in range(25_000):
-        fleet.ranked("both", f"m{number}")
-
-    assert len(fleet._turns) <= 10_001
 
 
 def test_models_are_merged_from_healthy_engines_once_each():

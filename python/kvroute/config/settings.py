@@ -218,9 +218,29 @@ class SignalSettings(Section):
 class Routing(Section):
     """Which engine serves a request."""
 
-    policy: Literal["least_loaded", "round_robin"] = Field(
-        "least_loaded",
-        description="least_loaded: fewest requests in flight from this gateway, ties spread; round_robin: per model",
+    policy: Literal["prefix_affinity", "least_loaded", "round_robin", "consistent_hash"] = Field(
+        "prefix_affinity",
+        description="prefix_affinity: least to compute and to wait for; least_loaded: least to wait for; round_robin: "
+        "in turn, per model; consistent_hash: by conversation, or by how the prompt begins",
+    )
+    tier_weights: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
+        {"GPU": 1.0, "CPU": 0.8, "STORAGE": 0.5},
+        description="what a cached token saves, by where it is cached; a tier that is not listed saves 0.5",
+    )
+    running_tokens: float = Field(
+        64.0, ge=0, allow_inf_nan=False, description="what a running request costs the next one, in prompt tokens"
+    )
+    waiting_tokens: float = Field(
+        1024.0, ge=0, allow_inf_nan=False, description="the same of a waiting request that another gateway sent"
+    )
+    session_tokens: int = Field(
+        512, ge=0, description="what having served the conversation's last turn is worth, in prompt tokens"
+    )
+    remember_seconds: Seconds = Field(
+        600.0, description="time for which a prompt counts as cached where it was sent, without KV events that tell"
+    )
+    remember_prefixes: int = Field(
+        100_000, ge=1, description="prefixes remembered for that, about 300 bytes each; the oldest goes first"
     )
     connect_attempts: int = Field(3, ge=1, le=16, description="engines tried for one request before anything was sent")
 

@@ -117,6 +117,21 @@ class Capabilities:
         )
 
 
+class Flight:
+    """One request on an engine, whose prompt is ahead of others' until it is computed."""
+
+    __slots__ = ("_counts", "_leg", "_tokens")
+
+    def __init__(self, counts: dict[Leg, int], leg: Leg, tokens: int) -> None:
+        self._counts, self._leg, self._tokens = counts, leg, tokens
+        counts[leg] += tokens
+
+    def computed(self) -> None:
+        """The engine answered: no one waits for this prompt any more, however long the answer takes."""
+        self._counts[self._leg] -= self._tokens
+        self._tokens = 0
+
+
 class Endpoint:
     """An engine's address, role, state and load.
 
@@ -203,16 +218,19 @@ class Endpoint:
         return flights["prefill"] + flights["decode"] + flights["whole"]
 
     @contextmanager
-    def flight(self, leg: Leg, tokens: int = 0) -> Iterator[None]:
-        """Count one request, and the tokens of its prompt, for as long as it runs; given back on every path."""
+    def flight(self, leg: Leg, tokens: int = 0) -> Iterator[Flight]:
+        """Count one request for as long as it runs, and its prompt's tokens until they are computed.
+
+        Given back on every path.
+        """
         self.sent += 1
         self.in_flight[leg] += 1
-        self.in_flight_tokens[leg] += tokens
+        flight = Flight(self.in_flight_tokens, leg, tokens)
         try:
-            yield
+            yield flight
         finally:
             self.in_flight[leg] -= 1
-            self.in_flight_tokens[leg] -= tokens
+            flight.computed()
 
     def admit(self) -> None:
         """The engine takes part in routing from now on."""

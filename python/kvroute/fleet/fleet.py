@@ -1,4 +1,4 @@
-"""All engines of the gateway and the choice among them."""
+"""All engines of the gateway."""
 
 from __future__ import annotations
 
@@ -16,29 +16,24 @@ if TYPE_CHECKING:
 class Fleet:
     """The engines, by role and model."""
 
-    def __init__(self, endpoints: Iterable[Endpoint], *, policy: str = "least_loaded") -> None:
+    def __init__(self, endpoints: Iterable[Endpoint]) -> None:
         self.endpoints: tuple[Endpoint, ...] = tuple(endpoints)
         self._by_url = {endpoint.url: endpoint for endpoint in self.endpoints}
-        self._policy = policy
-        self._turns: dict[tuple[Role, str | None], int] = {}
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Fleet:
         """The fleet that the settings describe."""
         return cls(
-            (
-                Endpoint(
-                    item.url,
-                    Origin.parse(item.url),
-                    item.role,
-                    api_key=item.api_key.get_secret_value() if item.api_key is not None else None,
-                    models=item.models,
-                    declared=Declared(item.bidirectional_kv_xfer, item.kv_layout),
-                    max_age=settings.signals.max_age_seconds,
-                )
-                for item in settings.endpoints
-            ),
-            policy=settings.routing.policy,
+            Endpoint(
+                item.url,
+                Origin.parse(item.url),
+                item.role,
+                api_key=item.api_key.get_secret_value() if item.api_key is not None else None,
+                models=item.models,
+                declared=Declared(item.bidirectional_kv_xfer, item.kv_layout),
+                max_age=settings.signals.max_age_seconds,
+            )
+            for item in settings.endpoints
         )
 
     def get(self, url: str) -> Endpoint | None:
@@ -53,28 +48,13 @@ class Fleet:
         """Whether any engine, up or down, serves the model, or may serve it because its models are not known yet."""
         return any(endpoint.serves(model) for endpoint in self.endpoints)
 
-    def ranked(self, role: Role, model: str | None) -> list[Endpoint]:
-        """Healthy engines of a role that serve the model, the best first.
-
-        The first is the policy's choice; the rest are where a failed connection goes next. Ties are spread by rotation,
-        per role and model, so that interleaved models do not share one counter.
-        """
-        candidates = [
+    def able(self, role: Role, model: str | None) -> list[Endpoint]:
+        """Healthy engines of a role that serve the model."""
+        return [
             endpoint
             for endpoint in self.endpoints
             if endpoint.role == role and endpoint.healthy and endpoint.serves(model)
         ]
-        if len(candidates) < 2:
-            return candidates
-        turn = self._turns.get((role, model), 0)
-        if len(self._turns) > 10_000:  # model names come from clients
-            self._turns.clear()
-        self._turns[(role, model)] = turn + 1
-        start = turn % len(candidates)
-        rotated = candidates[start:] + candidates[:start]
-        if self._policy == "least_loaded":
-            rotated.sort(key=lambda endpoint: endpoint.load)  # stable: the rotation decides ties
-        return rotated
 
     def model_names(self) -> set[str]:
         """The models of all engines, whatever their state."""

@@ -80,8 +80,9 @@ class DecodeLeg:
             raise self._gateway.answer_for(last)
         raise GatewayError(503, "no healthy decode engine can serve this request now", retry_after=1)
 
-    def _leave(self) -> None:
+    def _leave(self, endpoint: Endpoint) -> None:
         self._sent = True
+        self._gateway.recent.note(self._plan.prefixes, endpoint.url)
 
     def _abandon(self, *, free: bool) -> None:
         if self._handoff is None or self._prefilled.endpoint is None:
@@ -108,7 +109,7 @@ class DecodeLeg:
             timeouts=self._timeouts(started),
             # Blocks that one request may have read, and that may be freed by now, are not offered to another.
             replay=self._handoff is None,
-            on_send=self._leave,
+            on_send=lambda: self._leave(endpoint),
         )
         if self._handoff is not None:
             # From here the decode engine reads the blocks, or tells the prefill engine to free them.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvroute.http.errors import GatewayError, error_response
 from kvroute.http.intake import Incoming, may_be_json, read_body, request_ids, scan_body
 from kvroute.http.legs import serve_legs
+from kvroute.http.question import ask
 from kvroute.http.whole import serve_direct, serve_whole
 from kvroute.kv.names import names_of
 from kvroute.kv.params import Policy
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
-    from kvroute.kv.conversations import Claim
     from kvroute.kv.held import Held
     from kvroute.kv.names import Names
     from kvroute.plan.plan import Plan
+    from kvroute.plan.router import Question
 
 _log = logging.getLogger("kvroute.http")
 # Served whole by one engine, whatever the fleet.
@@ -117,13 +118,14 @@ class Dispatcher:
         self._check_model(incoming.model)
         store = self._gateway.store if self._gateway.settings.conversations.enabled else None
         with Turn(store, self._names(incoming)) as turn:
-            plan = self._plan(incoming, turn.claim, direct=self._direct(incoming, turn.held))
+            question = ask(self._gateway, incoming, turn.claim.decode)
+            plan = self._plan(incoming, question, direct=self._direct(incoming, turn.held))
             if plan.mode == "direct":
                 answer = await serve_direct(self._gateway, incoming, plan, turn)
                 if answer is not None:
                     self._gateway.metrics.paths.labels("direct").inc()
                     return answer, plan.mode
-                plan = self._plan(incoming, turn.claim)
+                plan = self._plan(incoming, question)
             if not plan.targets:
                 raise GatewayError(503, "no healthy engine can serve this request now", retry_after=1)
             if plan.mode == "disaggregated":
@@ -156,7 +158,7 @@ class Dispatcher:
         uncached = held.history.uncached_tokens(incoming.body)
         return decode if goes_direct(held, decode, uncached, limit=limit, now=time.monotonic()) else None
 
-    def _plan(self, incoming: Incoming, claim: Claim, direct: Endpoint | None = None) -> Plan:
+    def _plan(self, incoming: Incoming, question: Question, direct: Endpoint | None = None) -> Plan:
         whole: str | None = None
         if self._gateway.settings.disaggregated:
             body = incoming.body
@@ -164,12 +166,12 @@ class Dispatcher:
                 whole_reason(incoming.api, body) if incoming.api is not None and body is not None else "not_generation"
             )
         plan = make_plan(
-            self._gateway.fleet,
+            self._gateway.router,
+            question,
             disaggregated=self._gateway.settings.disaggregated,
-            model=incoming.model,
             whole=whole,
-            sticky=claim.decode,
             fallback=self._gateway.settings.pd.fallback,
+            now=time.monotonic(),
             direct=direct,
         )
         if plan.reason is not None:

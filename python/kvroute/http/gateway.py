@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvroute.fleet import Fleet, Monitor, Scraper
@@ -14,7 +15,10 @@ from kvroute.http.release import Releases
 from kvroute.kv.conversations import Limits, MemoryStore
 from kvroute.kv.ledger import Ledger
 from kvroute.metrics import Metrics
+from kvroute.plan.recent import Recent
 from kvroute.plan.reuse import Acting, acting
+from kvroute.plan.router import Router
+from kvroute.plan.scoring import Weights
 from kvroute.tokens import Prompts
 from kvroute.upstream import Pool, Timeouts, UpstreamError
 
@@ -67,6 +71,16 @@ class Gateway:
         )
         self.metrics = Metrics()
         self.fleet = Fleet.from_settings(settings)
+        routing = settings.routing
+        self.router = Router(
+            self.fleet,
+            policy=routing.policy,
+            weights=Weights(tiers=routing.tier_weights, running=routing.running_tokens, waiting=routing.waiting_tokens),
+            session_tokens=routing.session_tokens,
+        )
+        self.recent = Recent(max_entries=routing.remember_prefixes, ttl=routing.remember_seconds)
+        for endpoint in self.fleet.endpoints:
+            endpoint.watchers.append(partial(self.recent.forget, endpoint.url))
         self.monitor = Monitor(self.fleet, self.pool, settings.health)
         self.prompts = Prompts(settings, self.pool, self.metrics)
         self.monitor.on_known.append(self._known)
@@ -99,6 +113,10 @@ class Gateway:
     def acting(self, prefill: Endpoint) -> Acting:
         """Who compares tokens before the prefill engine reads KV back."""
         return acting(prefill.capabilities, self.settings.conversations.verify)
+
+    def heard(self) -> set[str]:
+        """URLs of the engines whose KV events are heard without a gap."""
+        return {endpoint.url for endpoint in self.fleet.endpoints if endpoint.hearing.state == "live"}
 
     def _known(self, endpoint: Endpoint) -> None:
         wanted = endpoint.role == "prefill" and self.settings.conversations.enabled

@@ -129,7 +129,7 @@ class PrefillLeg:
         body = self._body(endpoint, offer)
         epoch = endpoint.epoch
         started = time.monotonic()
-        with endpoint.flight("prefill"):
+        with endpoint.flight("prefill", self._plan.work(endpoint)):
             exchange = await gateway.pool.send(
                 endpoint.origin,
                 "POST",
@@ -138,7 +138,7 @@ class PrefillLeg:
                 body,
                 # A handle is spent once it is sent: the same one twice has answered 200 with other text.
                 replay=offer is None or offer.action == "drop",
-                on_send=lambda: self._spend(offer),
+                on_send=lambda: self._leave(endpoint, offer),
             )
             async with exchange:
                 status = exchange.status
@@ -267,6 +267,10 @@ class PrefillLeg:
             "turn may be wrong, reset its prefix cache",
         )
         self._gateway.releases.handoff(handoff, endpoint, avoid=())
+
+    def _leave(self, endpoint: Endpoint, offer: Offer | None) -> None:
+        self._gateway.recent.note(self._plan.prefixes, endpoint.url)
+        self._spend(offer)
 
     def _spend(self, offer: Offer | None) -> None:
         """Spend the handle as decided: the request is about to leave, and is not known to be unread from here on."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from kvroute.fleet import Endpoint
+    from kvroute.fleet.endpoint import Flight
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
     from kvroute.kv.turn import Turn
@@ -32,9 +33,9 @@ async def serve_whole(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Tu
     """
     last: UpstreamError | None = None
     for endpoint in plan.targets[: gateway.settings.routing.connect_attempts]:
-        with endpoint.flight("whole"):
+        with endpoint.flight("whole", plan.work(endpoint)) as flight:
             try:
-                return await _on(gateway, incoming, plan, turn, endpoint)
+                return await _on(gateway, incoming, plan, turn, endpoint, flight)
             except UpstreamError as error:
                 gateway.failed(endpoint, error)
                 if error.request_sent:
@@ -57,9 +58,9 @@ async def serve_direct(gateway: Gateway, incoming: Incoming, plan: Plan, turn: T
         GatewayError: When the engine failed before its first byte.
     """
     endpoint = plan.targets[0]
-    with endpoint.flight("whole"):
+    with endpoint.flight("whole") as flight:
         try:
-            return await _on(gateway, incoming, plan, turn, endpoint)
+            return await _on(gateway, incoming, plan, turn, endpoint, flight)
         except UpstreamError as error:
             gateway.failed(endpoint, error)
             if error.request_sent:
@@ -67,7 +68,9 @@ async def serve_direct(gateway: Gateway, incoming: Incoming, plan: Plan, turn: T
             return None
 
 
-async def _on(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint) -> web.StreamResponse:
+async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
+    gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint, flight: Flight
+) -> web.StreamResponse:
     started = time.monotonic()
     exchange = await gateway.pool.send(
         endpoint.origin,
@@ -75,8 +78,10 @@ async def _on(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endp
         incoming.target,
         incoming.headers_for(endpoint),
         _body(incoming, endpoint),
+        on_send=lambda: gateway.recent.note(plan.prefixes, endpoint.url),
     )
     async with exchange:
+        flight.computed()
         gateway.metrics.first_byte.labels(plan.mode).observe(time.monotonic() - started)
         relayed = await exchange.relay(
             incoming.request,

@@ -60,7 +60,7 @@ class History:
         text = _text(body)
         if not text or not 0 < prompt_tokens <= held_tokens + 1:
             return None
-        return cls(_context(body), _digest(text), len(text), prompt_tokens, held_tokens)
+        return cls(context_of(body), _digest(text), len(text), prompt_tokens, held_tokens)
 
     def uncached_tokens(self, body: Body) -> int | None:
         """Estimate how many of a new prompt's tokens the decode engine has no KV of.
@@ -72,7 +72,7 @@ class History:
             The estimate, 0 or more; None when the new prompt does not continue this one.
         """
         text = _text(body)
-        if len(text) < self.size or _digest(text[: self.size]) != self.text or _context(body) != self.context:
+        if len(text) < self.size or _digest(text[: self.size]) != self.text or context_of(body) != self.context:
             return None
         grown = round((len(text) - self.size) * self.prompt_tokens / self.size)
         answer = self.held_tokens - self.prompt_tokens
@@ -87,7 +87,8 @@ def _text(body: Body) -> bytes:
     return b""
 
 
-def _context(body: Body) -> bytes:
+def context_of(body: Body) -> bytes:
+    """Digest what decides a prompt and its cache beside its text."""
     running = blake2b(digest_size=16)
     for name in _CONTEXT:
         raw = body.raw(name) or b"null"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
+from kvroute.plan.recent import NO_PREFIXES
+
 if TYPE_CHECKING:
-    from kvroute.config import Role
-    from kvroute.fleet import Endpoint, Fleet
+    from collections.abc import Sequence
+
+    from kvroute.fleet import Endpoint
+    from kvroute.plan.recent import Prefixes
+    from kvroute.plan.router import Candidate, Question, Router
 
 Mode = Literal["aggregated", "disaggregated", "direct", "whole_on_decode"]
 
@@ -23,46 +28,61 @@ class Plan:
         targets: Engines for the decode leg or the whole request, the chosen one first; empty when none is healthy.
         prefills: Engines for the prefill leg, the chosen one first; empty unless disaggregated.
         reason: Why a disaggregated fleet serves the request whole; None otherwise.
+        candidates: All engines that were weighed, with their costs.
+        prefixes: What is remembered of the prompt by each engine that it is sent to.
     """
 
     mode: Mode
     targets: tuple[Endpoint, ...]
     prefills: tuple[Endpoint, ...] = ()
     reason: str | None = None
+    candidates: tuple[Candidate, ...] = ()
+    prefixes: Prefixes = NO_PREFIXES
+
+    def work(self, endpoint: Endpoint) -> int:
+        """Prompt tokens that the engine is expected to compute, 0 when that is not known."""
+        for candidate in self.candidates:
+            if candidate.endpoint is endpoint and candidate.cost is not None:
+                return max(0, round(candidate.cost.compute))
+        return 0
 
 
 def make_plan(
-    fleet: Fleet,
+    router: Router,
+    question: Question,
     *,
     disaggregated: bool,
-    model: str | None,
     whole: str | None,
-    sticky: str | None,
     fallback: str,
+    now: float,
     direct: Endpoint | None = None,
 ) -> Plan:
     """Plan one request.
 
     Args:
-        fleet: The engines and their state.
+        router: Orders the engines.
+        question: The request, as far as routing needs to know it.
         disaggregated: Whether the fleet has prefill and decode engines.
-        model: The requested model, None when the request names none.
         whole: Why this request cannot run in two legs, None when it can.
-        sticky: URL of the engine that served the conversation's last turn; taken again while it is healthy.
         fallback: The setting ``pd.fallback``.
+        now: Monotonic seconds.
         direct: The decode engine by which the turn skips prefill, see `kvroute.plan.direct`.
     """
-    role: Role = "decode" if disaggregated else "both"
-    targets = fleet.ranked(role, model)
-    if sticky is not None:
-        targets.sort(key=lambda endpoint: endpoint.url != sticky)
+    prefixes = question.prefixes
+    if direct is not None and whole is None:
+        return Plan("direct", (direct,), prefixes=prefixes)
+    targets = router.rank("decode" if disaggregated else "both", question, now)
+    engines = tuple(candidate.endpoint for candidate in targets)
+
+    def planned(mode: Mode, prefills: Sequence[Candidate] = (), reason: str | None = None) -> Plan:
+        first = tuple(candidate.endpoint for candidate in prefills)
+        return Plan(mode, engines, first, reason, (*prefills, *targets), prefixes)
+
     if not disaggregated:
-        return Plan("aggregated", tuple(targets))
+        return planned("aggregated")
     if whole is not None:
-        return Plan("whole_on_decode", tuple(targets), reason=whole)
-    if direct is not None:
-        return Plan("direct", (direct,))
-    prefills = fleet.ranked("prefill", model)
+        return planned("whole_on_decode", reason=whole)
+    prefills = router.rank("prefill", question, now)
     if not prefills and fallback == "decode":
-        return Plan("whole_on_decode", tuple(targets), reason="no_prefill_engine")
-    return Plan("disaggregated", tuple(targets), tuple(prefills))
+        return planned("whole_on_decode", reason="no_prefill_engine")
+    return planned("disaggregated", prefills)

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kvroute._core import Body
 
@@ -60,18 +60,26 @@ class Prefixes:
         return cls(keys, shares)
 
 
+NO_PREFIXES = Prefixes((), ())
+
+
 class Recent:
     """Remembers routed prefixes, at most ``max_entries``, each for ``ttl`` seconds since it was last routed.
 
     Args:
         max_entries: Bound on keys; about 300 bytes each.
         ttl: Seconds.
+        confirm: Seconds after which an engine whose KV events are heard has announced what it got; its events know
+            better from then on.
         clock: Monotonic seconds.
     """
 
-    def __init__(self, *, max_entries: int, ttl: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, max_entries: int, ttl: float, confirm: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._max_entries = max_entries
         self._ttl = ttl
+        self._confirm = confirm
         self._clock = clock
         self._engines: OrderedDict[bytes, dict[str, float]] = OrderedDict()
 
@@ -91,15 +99,22 @@ class Recent:
         while len(self._engines) > self._max_entries:
             self._engines.popitem(last=False)
 
-    def match(self, prefixes: Prefixes) -> dict[str, float]:
-        """The share of this text that went to each engine lately, 0 to 1; engines that got none of it are not there."""
-        oldest = self._clock() - self._ttl
+    def match(self, prefixes: Prefixes, heard: Collection[str] = ()) -> dict[str, float]:
+        """The share of this text that went to each engine lately, 0 to 1; engines that got none of it are not there.
+
+        Args:
+            prefixes: The request's.
+            heard: Engines whose KV events are heard without a gap.
+        """
+        now = self._clock()
         found: dict[str, float] = {}
         for key, share in zip(prefixes.keys, prefixes.shares, strict=True):
             engines = self._engines.get(key)
             if engines is None:
                 break
-            found.update({engine: share for engine, routed in engines.items() if routed > oldest})
+            for engine, routed in engines.items():
+                if now - routed < (self._confirm if engine in heard else self._ttl):
+                    found[engine] = share
         return found
 
     def forget(self, engine: str) -> None:

@@ -1,0 +1,145 @@
+"""The choice among engines of one role: filter, score, pick, by the policy that the settings name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from kvroute.plan.hashing import rendezvous
+from kvroute.plan.recent import NO_PREFIXES
+from kvroute.plan.scoring import GPU, Cost, Load, Weights, cost_of, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvroute.config import Role
+    from kvroute.fleet import Endpoint, Fleet
+    from kvroute.plan.recent import Prefixes
+    from kvroute.plan.scoring import Tiers
+
+PolicyName = Literal["prefix_affinity", "least_loaded", "round_robin", "consistent_hash"]
+
+# Of what the prompt costs on prefill: decode reads what prefill computed, and its own cache only spares the transfer.
+_TRANSFER = 0.1
+_MAX_TURNS = 10_000  # model names come from clients
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """What the choice rests on, beside the engines' own state.
+
+    Attributes:
+        model: The model that is asked for.
+        tokens: Of the prompt, counted or estimated.
+        held: What the index knows of each engine, by URL; an engine that is not there is not known.
+        guessed: Share of the prompt that lately went to each engine, by URL.
+        session: URL of the engine of this role that served the conversation's last turn.
+        key: What requests of one conversation, or with one beginning, have in common.
+        prefixes: What is remembered of the prompt once it went somewhere.
+    """
+
+    model: str | None = None
+    tokens: int = 0
+    held: Mapping[str, Tiers] = dataclasses.field(default_factory=dict)
+    guessed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    session: str | None = None
+    key: bytes = b""
+    prefixes: Prefixes = NO_PREFIXES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine and what speaks for or against it.
+
+    Attributes:
+        endpoint: The engine.
+        cost: Under ``prefix_affinity`` and ``least_loaded``; None where the policy asks for none.
+        evidence: Where the cached tokens are known from: ``index``, ``guess``, or ``none``.
+    """
+
+    endpoint: Endpoint
+    cost: Cost | None = None
+    evidence: Literal["index", "guess", "none"] = "none"
+
+
+class Router:
+    """Orders the engines of a fleet for one request after the other.
+
+    Args:
+        fleet: The engines.
+        policy: Its name.
+        weights: How much each part of a cost counts.
+        session_tokens: What having served the conversation's last turn is worth, in tokens; it yields to more load.
+    """
+
+    def __init__(
+        self, fleet: Fleet, *, policy: PolicyName, weights: Weights | None = None, session_tokens: int = 512
+    ) -> None:
+        self.policy = policy
+        self._fleet = fleet
+        self._weights = weights or Weights()
+        self._session_tokens = session_tokens
+        self._turns: dict[tuple[Role, str | None], int] = {}
+
+    def rank(self, role: Role, question: Question, now: float) -> list[Candidate]:
+        """Healthy engines of a role that serve the model, the best first.
+
+        The first is the policy's choice; the rest are where a failed connection goes next.
+
+        Args:
+            role: Of the engines.
+            question: The request.
+            now: Monotonic seconds.
+        """
+        engines = self._fleet.able(role, question.model)
+        turn = self._turn(role, question.model)
+        match self.policy:
+            case "round_robin":
+                start = turn % max(1, len(engines))
+                return [Candidate(engine) for engine in engines[start:] + engines[:start]]
+            case "consistent_hash":
+                by_url = {engine.url: engine for engine in engines}
+                return [Candidate(by_url[url]) for url in rendezvous(question.key, list(by_url))]
+            case "least_loaded":
+                blank = dataclasses.replace(question, tokens=0, held={}, guessed={})
+                return self._scored(engines, blank, turn, role, now)
+            case "prefix_affinity":
+                return self._scored(engines, question, turn, role, now)
+
+    def _scored(
+        self, engines: Sequence[Endpoint], question: Question, turn: int, role: Role, now: float
+    ) -> list[Candidate]:
+        candidates = [self._candidate(engine, question, role, now) for engine in engines]
+        costs = [candidate.cost.total if candidate.cost is not None else 0.0 for candidate in candidates]
+        return spread(candidates, costs, turn)
+
+    def _candidate(self, engine: Endpoint, question: Question, role: Role, now: float) -> Candidate:
+        held = question.held.get(engine.url)
+        guess = round(question.guessed.get(engine.url, 0.0) * question.tokens)
+        tiers: Tiers = held or {}
+        # A block that was routed there a moment ago is not announced yet.
+        if guess > tiers.get(GPU, 0):
+            tiers = {**tiers, GPU: guess}
+        cost = cost_of(question.tokens, tiers, load_of(engine, now), self._weights)
+        if role == "decode":
+            cost = dataclasses.replace(cost, compute=cost.compute * _TRANSFER)
+        if engine.url == question.session:
+            cost = dataclasses.replace(cost, compute=cost.compute - self._session_tokens)
+        return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none")
+
+    def _turn(self, role: Role, model: str | None) -> int:
+        # Per role and model, so that interleaved models do not share one counter.
+        turn = self._turns.get((role, model), 0)
+        if len(self._turns) > _MAX_TURNS:
+            self._turns.clear()
+        self._turns[(role, model)] = turn + 1
+        return turn
+
+
+def load_of(engine: Endpoint, now: float) -> Load:
+    """An engine's load: what this gateway sent it, and its last sample where that is fresh."""
+    signals = engine.signals(now)
+    tokens = sum(engine.in_flight_tokens.values())
+    if signals is None:
+        return Load(requests=engine.load, tokens=tokens)
+    return Load(engine.load, tokens, signals.waiting, signals.running, signals.usage)
