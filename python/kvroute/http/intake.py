@@ -28,7 +28,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 # Replaced by the gateway's own on every leg; Content-Encoding, because engines get the body decoded.
 _OWN_HEADERS = frozenset({b"x-request-id", b"traceparent", b"content-encoding"})
-_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+_WITH_CREDENTIALS = _OWN_HEADERS | {b"authorization", b"x-api-key"}
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,7 +80,7 @@ class Incoming:
 
     def headers_for(self, endpoint: Endpoint) -> list[tuple[bytes, bytes]]:
         """The request headers of one leg."""
-        drop = _OWN_HEADERS if self.keep_credentials and endpoint.api_key is None else _OWN_HEADERS | _CREDENTIALS
+        drop = _OWN_HEADERS if self.keep_credentials and endpoint.api_key is None else _WITH_CREDENTIALS
         headers = forward_headers(self.request.raw_headers, drop=drop)
         headers.append((b"X-Request-Id", self.engine_request_id.encode()))
         trace = child_trace(self.request.headers.getall("traceparent", []))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from urllib.parse import urlsplit
 
@@ -41,12 +41,19 @@ class Origin:
     Attributes:
         host: A name or an address, without brackets.
         prefix: What every request target starts with: empty, or `/path` without a slash at its end.
+        authority: Host and port as the `Host` header has them: without the port if it is the scheme's own.
     """
 
     host: str
     port: int
     tls: bool = False
     prefix: str = ""
+    authority: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        authority = host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
+        object.__setattr__(self, "authority", authority)
 
     @classmethod
     def parse(cls, url: str) -> Origin:
@@ -80,12 +87,6 @@ class Origin:
             raise ValueError(f"the path of an engine's URL has a character that must be escaped: {url!r}")
         tls = parts.scheme == "https"
         return cls(host, port or (443 if tls else 80), tls, parts.path.rstrip("/"))
-
-    @property
-    def authority(self) -> str:
-        """Host and port as the `Host` header has them: without the port if it is the scheme's own."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
     @property
     def url(self) -> str:
