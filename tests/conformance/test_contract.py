@@ -45,9 +45,9 @@ def first_leg(pair: Pair, messages: Messages, **members: Any) -> dict[str, Any]:
     return reply.params
 
 
-def release(decode: Served, params: dict[str, Any]) -> None:
+def release(engine: Served, params: dict[str, Any]) -> None:
     """Tell the holder that nobody will read: a request that is refused before it is scheduled does."""
-    assert chat(decode, user(1, 1), params, model="no-such-model").status == 404
+    assert chat(engine, user(1, 1), params, model="no-such-model").status == 404
 
 
 def test_a_hand_off_names_all_blocks_of_the_prompt(pair: Pair) -> None:
@@ -89,6 +89,22 @@ def test_a_count_of_zero_discards_a_handle(pair: Pair) -> None:
     assert used(decode) > before
     turn(prefill, decode, user(204, 60), {**last.handle, "remote_num_tokens": 0}, hold=False)
     eventually(lambda: used(decode) <= before)
+
+
+@pytest.mark.parametrize("through", ["its prefill engine", "one that does not read back"])
+def test_a_decode_handle_is_freed_by_a_request_that_another_engine_refuses(
+    pair: Pair, unidirectional: Served, through: str
+) -> None:
+    prefill, decode = pair
+    before = used(decode)
+    last = turn(prefill, decode, user(206, 400))
+    assert used(decode) > before
+    refusing = prefill if through == "its prefill engine" else unidirectional
+    for _ in range(2):  # what is free already is not freed again, and hurts nobody
+        release(refusing, {**last.handle, "do_remote_prefill": True, "do_remote_decode": False})
+    eventually(lambda: used(decode) <= before, seconds=15)
+    assert decode.alive()
+    assert refusing.alive()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -73,8 +73,9 @@ class EngineSpec:
 
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 PREFILL = EngineSpec("prefill", "prefill", events=True, environment=(("VLLM_SERVER_DEV_MODE", "1"),))
-DECODE = EngineSpec("decode", "decode")
-PLAIN_DECODE = EngineSpec("plain-decode", "decode", plugin=False)
+_KEEPS_RESPONSES = (("VLLM_ENABLE_RESPONSES_API_STORE", "1"),)
+DECODE = EngineSpec("decode", "decode", environment=_KEEPS_RESPONSES)
+PLAIN_DECODE = EngineSpec("plain-decode", "decode", plugin=False, environment=_KEEPS_RESPONSES)
 PLAIN_PREFILL = replace(PREFILL, name="plain-prefill", plugin=False, events=False)
 UNVERIFIED = EngineSpec("unverified", "prefill", verify=False, prefix_caching=False)
 UNIDIRECTIONAL = EngineSpec("unidirectional", "prefill", bidirectional=False)

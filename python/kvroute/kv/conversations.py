@@ -282,13 +282,12 @@ class MemoryStore:
         if before is None or not fresh:
             return before or _Entry()
         entry = _Entry()
-        begins = set(names.prefixes)
-        for name in before.prefixes:
-            if name.text in begins:
+        for name in before.prefixes[:]:
+            if name.text in names.prefixes:
                 self._name(entry, name)
-        continued = bool(before.prefixes) and before.prefixes[-1].text in begins
+        continued = bool(before.prefixes) and before.prefixes[-1].text in names.prefixes
         if continued and before.held is None and (claim.held is not None or not before.lent):
-            for name in before.names:
+            for name in before.names[:]:
                 self._name(entry, name)  # a response stays one that can be continued
             self._forget(before, "replaced")
         return entry
