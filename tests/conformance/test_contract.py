@@ -102,7 +102,8 @@ def test_a_decode_handle_is_freed_by_a_request_that_another_engine_refuses(
     refusing = prefill if through == "its prefill engine" else unidirectional
     for _ in range(2):  # what is free already is not freed again, and hurts nobody
         release(refusing, {**last.handle, "do_remote_prefill": True, "do_remote_decode": False})
-    eventually(lambda: used(decode) <= before, seconds=15)
+    # An engine that never talked to the holder connects first, and tells it in its next step after that.
+    eventually(lambda: complete(refusing, "now", max_tokens=1).status == 200 and used(decode) <= before, seconds=15)
     assert decode.alive()
     assert refusing.alive()
 
