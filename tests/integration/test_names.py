@@ -211,16 +211,17 @@ async def test_a_handle_that_cannot_be_sent_is_released_while_decode_lives(fleet
     assert broken(prefill, decode) == []
 
 
-async def test_a_decode_engine_without_the_plugin_holds_nothing_for_requests_that_nothing_names():
+@pytest.mark.parametrize(("find", "fate"), [(False, "no_conversation"), (True, "unverifiable")])
+async def test_a_decode_engine_without_the_plugin_holds_nothing_that_nobody_could_use(find, fate):
     specs = [simulated.prefill(plugin=False), simulated.decode(plugin=False)]
     async with (
         SimFleet(specs, time_scale=0) as fleet,
-        gateway_of(fleet, conversations__find_by_messages=False) as gateway,
+        gateway_of(fleet, conversations__find_by_messages=find) as gateway,
         client_of(gateway) as client,
     ):
         await chat(client, [{"role": "user", "content": FIRST}])
         await until(lambda: gateway.metric(RELEASES, direction=BACK, outcome="sent") == 1)
-        assert gateway.metric("kvroute_kv_handles_total", fate="no_conversation") == 1
+        assert gateway.metric("kvroute_kv_handles_total", fate=fate) == 1
         assert fleet["d"].pinned_blocks() == 0
         assert broken(*fleet) == []
 
