@@ -40,19 +40,25 @@ TALKS, TURNS = 6, 6
 RUNS = 20
 
 
+def handed_over(decode: Engine) -> float:
+    return decode.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
 def run(gateway: Gateway, decode: Engine, *, stream: bool) -> dict[str, float]:
     """Converse with changes, compare every text with a cold run, and count what became of the handles."""
-    asked = []
+    asked, before = [], handed_over(decode)
     for number in range(TALKS):
         talk = Talk(gateway, SEED + number, stream=stream)
         if number % 3 == 0:
             talk.shapes = ["grow"]
         asked += talk.run(TURNS)
+    taken = handed_over(decode) - before
     found = wrong(decode, asked)
     outcomes = ("hit", "trimmed", "refused", "miss")
     counts = {outcome: gateway.metric("kvroute_kv_reuse_total", outcome=outcome) for outcome in outcomes}
-    print(f"\n{len(asked)} turns, {len(found)} wrong, {counts}")
+    print(f"\n{len(asked)} turns, {len(found)} wrong, {counts}, decode took over {taken:.0f} tokens")
     assert found == []
+    assert taken > 1000, "decode computed prompts that prefill had computed: it refused the seals"
     assert gateway.metric("kvroute_kv_verified_by_total", verifier="engine") == 0
     return counts
 

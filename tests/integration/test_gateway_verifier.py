@@ -70,6 +70,7 @@ async def test_kv_is_read_back_where_only_decode_has_the_plugin(fleet, client, c
         assert gateway.metric("kvroute_kv_verified_by_total", verifier="gateway") == 2
         assert gateway.metric("kvroute_prompts_tokenized_total", source="engine", outcome="ok") == 2
     assert pulled(fleet["p"]) > 2 * 100
+    assert pulled(fleet["d"]) > 100  # the rest is in its own cache
     assert broken(fleet["p"], fleet["d"]) == []
 
 
@@ -388,3 +389,35 @@ async def test_decode_computes_a_prompt_that_prefill_rendered_differently(fleet,
     assert "kvroute_prompt" in generations(fleet["d"])[0].params
     assert pulled(fleet["d"]) == 0
     assert [violation.kind for violation in fleet["d"].violations] == ["other_prompt"]
+
+
+async def test_a_failed_read_is_run_again_without_the_handle(fleet, client, config):
+    async with running(file=config()) as gateway:
+        await gateway.gateway.prompts.settled()
+        talk = Talk(fleet, client, gateway, conversation_id="c1")
+        await talk.say(FIRST)
+        fleet["d"].disturb("fail_reads")
+        await talk.say("six")
+
+        assert len(generations(fleet["p"])) == 3
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="refused", reason="prefill_failed") == 1
+    assert [violation.kind for violation in fleet["p"].violations] == ["read_failed"]
+
+
+async def test_a_client_that_leaves_while_tokens_are_awaited_leaves_the_handle(fleet, client, config):
+    async with running(file=config()) as gateway:
+        await gateway.gateway.prompts.settled()
+        talk = Talk(fleet, client, gateway, conversation_id="c1")
+        await talk.say(FIRST)
+        fleet["p"].faults.add("stall", path="/tokenize")
+        asked = len(posts(fleet["p"]))
+        leaver = asyncio.create_task(talk.say("six"))
+        await until(lambda: len(posts(fleet["p"])) > asked)
+        leaver.cancel()
+        await until(lambda: gateway.gateway.running == 0)
+        talk.messages.pop()
+        fleet["p"].faults.clear()
+        await talk.say("seven")
+
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="hit", reason="ok") == 1
+    assert broken(fleet["p"], fleet["d"]) == []

@@ -38,7 +38,7 @@ class FakeEngine:
         self.generates = self.tokenizes = self.asked = 0
         self.refuse_tools = False
         self.tools_in_chat_only = False
-        self.status = 200
+        self.status = self.tokenize_status = 200
 
     def render(self, body: dict[str, Any], *, tools: bool) -> list[int]:
         if "prompt" in body:
@@ -63,6 +63,8 @@ class FakeEngine:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         self.tokenizes += 1
+        if self.tokenize_status != 200:
+            return web.json_response({"error": {}}, status=self.tokenize_status)
         ids = self.render(await request.json(), tools=not self.tools_in_chat_only)
         return web.json_response({"count": len(ids), "max_model_len": 1000, "tokens": ids, "token_strs": None})
 
@@ -209,3 +211,16 @@ async def test_prompts_of_token_ids_need_no_proof_and_no_engine(engine, made):
 
     assert (tokens.source, tokens.ids) == ("request", array("I", [1, 2, 3]))
     assert engine.tokenizes == 0
+
+
+async def test_a_tokenizer_that_fails_for_a_while_is_compared_again(engine, made, monkeypatch):
+    monkeypatch.setattr("kvroute.tokens.prompts._RETRY_SECONDS", 0.0)
+    engine.tokenize_status = 503
+    sources = await made()
+    assert sources.prompts.proof(sources.endpoint).engine == frozenset()
+
+    engine.tokenize_status = 200
+    with pytest.raises(NoTokens):
+        await sources.of()
+    await sources.prompts.settled()
+    assert (await sources.of()).source == "engine"

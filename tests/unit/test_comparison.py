@@ -116,3 +116,11 @@ def test_the_engines_own_threshold_counts_where_it_is_known():
 
     assert outcome(compare(handle(), prompt, PREFILL, salt=None))[:2] == ("refused", "below_threshold")
     assert outcome(compare(handle(), prompt, low, salt=None)) == ("trimmed", "prompt_end", 32)
+
+
+def test_a_layout_that_only_the_engines_plugin_knows_is_left_to_it_whole():
+    able = Capabilities(block_size=BLOCK, bidirectional=True, verify_digests=True)
+    changed = HELD[:100] + array("I", [1]) + HELD[101:]
+
+    assert outcome(compare(handle(), HELD + array("I", [5]), able, salt=None)) == ("hit", "ok", 200)
+    assert outcome(compare(handle(), changed, able, salt=None)) == ("refused", "diverged", 0)

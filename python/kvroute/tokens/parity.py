@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kvroute._core import Body, BodyError
-from kvroute.tokens.engine import tokenize
+from kvroute.tokens.engine import FAULTS, tokenize
 from kvroute.tokens.request import CONTENT_FORMATS, Ask, ContentFormat, Feature, NoTokens, read_ask
 from kvroute.upstream import Timeouts, UpstreamError
 
@@ -70,7 +70,9 @@ PROBES: tuple[tuple[Feature, Api, Mapping[str, Any]], ...] = (
         {"messages": _TALK[:3], "add_generation_prompt": False, "continue_final_message": True},
     ),
     ("tools", "chat", {"messages": _TALK, "tools": [_TOOL]}),
+    ("tools", "chat", {"messages": _CALLS[:3], "tools": [_TOOL]}),
     ("tools_none", "chat", {"messages": _TALK, "tools": [_TOOL], "tool_choice": "none"}),
+    ("tools_none", "chat", {"messages": _CALLS[:3], "tools": [_TOOL], "tool_choice": "none"}),
     ("tool_turns", "chat", {"messages": _CALLS}),
     ("completions", "completions", {"prompt": _ODD}),
 )
@@ -86,7 +88,8 @@ class Proof:
         local: How the local template wants contents, None when it is not proven.
         against: By source and feature, what spoke against it, in words for operators.
         mismatch: Whether any source made other tokens than the engine; then something is wrong, not only unknown.
-        retry_at: Monotonic time from when on it is worth asking again; None when the proof is complete.
+        retry_at: Monotonic time from when on it is worth asking again, because something did not answer that may yet;
+            None when the proof is complete.
     """
 
     epoch: int
@@ -125,7 +128,8 @@ class Asked:
         except UpstreamError as error:
             raise NoTokens("unreachable", str(error)) from None
         if reply.status != 200:
-            raise NoTokens("refused", f"{path} answered {reply.status} to a probe")
+            passing = reply.status >= 500 or reply.status == 429
+            raise NoTokens("error" if passing else "refused", f"{path} answered {reply.status} to a probe")
         tokens = prompt_of(reply.body)
         if tokens is None:
             raise NoTokens("malformed", f"{path} does not return prompt_token_ids")
@@ -137,11 +141,17 @@ class _Findings:
     wrong: dict[str, str] = dataclasses.field(default_factory=dict)
     right: set[Feature] = dataclasses.field(default_factory=set)
     mismatch: bool = False
-    answered: bool = False
+    passing: bool = False
 
-    def against(self, what: str, words: str, *, mismatch: bool = False) -> None:
-        self.wrong.setdefault(what, words)
-        self.mismatch = self.mismatch or mismatch
+    def refused(self, feature: Feature, error: NoTokens) -> None:
+        """An answer did not come; some of the reasons may pass."""
+        self.wrong.setdefault(f"/tokenize {feature}", str(error))
+        self.passing = self.passing or error.reason in FAULTS
+
+    def differs(self, what: str) -> None:
+        """A source made other tokens than the engine."""
+        self.wrong.setdefault(what, "makes other tokens than the engine computes")
+        self.mismatch = True
 
 
 async def prove(
@@ -154,7 +164,7 @@ async def prove(
         model: The model, None for the engine's own.
         epoch: The engine's.
         local: The model's local tokenizer.
-        retry_at: When to ask again if the engine did not answer.
+        retry_at: When to ask again if it did not answer everything.
     """
     found = _Findings()
     chats: list[tuple[Ask, array[int]]] = []
@@ -164,37 +174,36 @@ async def prove(
         try:
             computed = await engine.prompt(PATHS[api], named)
         except NoTokens as error:
-            found.against(f"/tokenize {feature}", str(error))
+            found.refused(feature, error)
             continue
-        found.answered = True
         if ask.plain is not None:
             chats.append((ask, computed))
         try:
             tokens = await tokenize(engine.pool, engine.origin, engine.headers, ask.body(), seconds=SECONDS)
         except NoTokens as error:
-            found.against(f"/tokenize {feature}", str(error))
+            found.refused(feature, error)
             continue
         if tokens == computed:
             found.right.add(feature)
         else:
-            found.against(f"/tokenize {feature}", "makes other tokens than the engine computes", mismatch=True)
+            found.differs(f"/tokenize {feature}")
     proven = frozenset(feature for feature in found.right if f"/tokenize {feature}" not in found.wrong)
     content = _prove_local(local, chats, found) if local is not None else None
-    return Proof(epoch, proven, content, found.wrong, found.mismatch, None if found.answered else retry_at)
+    return Proof(epoch, proven, content, found.wrong, found.mismatch, retry_at if found.passing else None)
 
 
 def _prove_local(
     local: LocalTokenizer, chats: Sequence[tuple[Ask, array[int]]], found: _Findings
 ) -> ContentFormat | None:
     if local.why_not():
-        found.against("local", local.why_not())
+        found.wrong["local"] = local.why_not()
         return None
     if not chats:
         return None
     for content in CONTENT_FORMATS:
         if all(_equal(local, content, ask, computed) for ask, computed in chats):
             return content
-    found.against("local", "makes other tokens than the engine computes", mismatch=True)
+    found.differs("local")
     return None
 
 

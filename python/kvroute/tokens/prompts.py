@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +33,7 @@ _log = logging.getLogger("kvroute.tokens")
 Source = Literal["request", "engine", "local"]
 
 _IN_THREAD = 16 * 2**10  # bytes of JSON whose rendering and encoding may hold the event loop up: about a millisecond
-_RETRY_SECONDS = 30.0
+_RETRY_SECONDS = 30.0  # doubled for every proof in a row that stays incomplete, an hour at most
 _MOST_MODELS = 256  # per gateway: where an engine lists none, their names come from clients
 _MODELS_AT_START = 4
 
@@ -74,6 +75,7 @@ class Prompts:
             for item in settings.tokenizers
         }
         self._proofs: dict[Key, Proof] = {}
+        self._incomplete: dict[Key, int] = {}
         self._proving: dict[Key, asyncio.Task[None]] = {}
         self._breakers: dict[str, Breaker] = {}
 
@@ -169,13 +171,14 @@ class Prompts:
         """Compare the sources with an engine that came in or restarted, in the background."""
         names: list[str | None] = [name for name, entry in endpoint.models.items() if entry.get("parent") is None]
         for name in names[:_MODELS_AT_START] or [None]:
-            if self.proof(endpoint, name) is None:
-                self._start(endpoint, name)
+            self._refresh(endpoint, name)
 
-    async def settled(self) -> None:
-        """Return when no comparison is running."""
-        while self._proving:
-            await asyncio.wait(list(self._proving.values()))
+    async def settled(self, *, seconds: float = 60.0) -> None:
+        """Return when no comparison is running, or after that many seconds."""
+        with suppress(asyncio.TimeoutError):
+            async with timeout(seconds):
+                while self._proving:
+                    await asyncio.wait(list(self._proving.values()))
 
     def disprove(self, endpoint: Endpoint, model: str | None, words: str) -> None:
         """An engine computed another prompt than a source had said: believe none of this model's until it restarts."""
@@ -185,11 +188,16 @@ class Prompts:
         )
 
     def _proof_for(self, endpoint: Endpoint, model: str | None) -> Proof:
+        proof = self._refresh(endpoint, model)
+        if proof is None:
+            raise NoTokens("unproven", "not compared with the engine yet")
+        return proof
+
+    def _refresh(self, endpoint: Endpoint, model: str | None) -> Proof | None:
+        """What is known; what is not, or is worth asking again, is asked in the background."""
         proof = self.proof(endpoint, model)
         if proof is None or (proof.retry_at is not None and time.monotonic() >= proof.retry_at):
             self._start(endpoint, model)
-        if proof is None:
-            raise NoTokens("unproven", "not compared with the engine yet")
         return proof
 
     def _start(self, endpoint: Endpoint, model: str | None) -> None:
@@ -201,14 +209,19 @@ class Prompts:
         task.add_done_callback(lambda _: self._proving.pop(key, None))
 
     async def _prove(self, endpoint: Endpoint, key: Key) -> None:
+        wait = min(_RETRY_SECONDS * 2 ** min(self._incomplete.get(key, 0), 10), 3600.0)
         proof = await prove(
             Asked(self._pool, endpoint.origin, headers_for(endpoint)),
             model=key[1],
             epoch=endpoint.epoch,
             local=self._local.get(key[1] or ""),
-            retry_at=time.monotonic() + _RETRY_SECONDS,
+            retry_at=time.monotonic() + wait,
         )
         self._proofs[key] = proof
+        if proof.retry_at is None:
+            self._incomplete.pop(key, None)
+        else:
+            self._incomplete[key] = self._incomplete.get(key, 0) + 1
         level = logging.WARNING if proof.mismatch or proof.retry_at is not None else logging.INFO
         against = "; ".join(f"{what}: {words}" for what, words in proof.against.items())
         _log.log(
