@@ -46,6 +46,15 @@ async def test_an_engine_without_the_plugin_is_one_warning_that_says_what_to_do(
     assert lines(items, "error") == []
 
 
+async def test_a_decode_engine_without_the_plugin_takes_part_where_answers_do_not_stream():
+    items, _, urls = await found(PREFILL, EngineSpec("d", "decode", plugin=False))
+
+    (warning,) = lines(items, "warning")
+    assert warning.startswith(urls[1])
+    assert "only replies of chat and completions that do not stream" in warning
+    assert "VLLM_PLUGINS=kvroute" in warning
+
+
 async def test_bidirectional_transfer_that_is_off_makes_reuse_a_no_op():
     items, _, _ = await found(EngineSpec("p", "prefill", bidirectional=False), DECODE)
 

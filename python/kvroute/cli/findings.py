@@ -90,7 +90,10 @@ def _reuse(settings: Settings, endpoint: Endpoint, prompts: Prompts | None) -> I
             "warning",
             endpoint.url,
             "kvroute's engine plugin is not there",
-            "no KV is read back for next turns, every prompt is prefilled from scratch",
+            "no KV is read back for next turns, every prompt is prefilled from scratch"
+            # The gateway's own records need the block size, and that the engine was asked what its models are.
+            if able.block_size is None or endpoint.configured_models is not None
+            else "only replies of chat and completions that do not stream leave KV that next turns read back",
             "pip install kvroute in the engine's environment and start it with VLLM_PLUGINS=kvroute",
         )
         return
