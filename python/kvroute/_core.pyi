@@ -359,10 +359,46 @@ class PrefixIndex:
             ValueError: The payload is no batch; nothing was changed.
         """
     def forget(self, endpoint: str, rank: int = 0) -> int:
-        """Forgets a source and all its blocks, and returns how many they were. Matches do not name it from the start.
+        """Forgets a source and all its blocks, and returns how many they were. Matches do not name it any more.
 
-        It takes about 0.1 s for a million blocks, without the interpreter lock.
+        Its name may be used again at once. Memory of more than a few thousand blocks is given back a little later, by
+        a thread that this starts.
         """
+    def assume(
+        self,
+        endpoint: str,
+        rank: int,
+        tokens: bytes | Sequence[int],
+        /,
+        *,
+        until: float,
+        lora: str | None = None,
+        cache_salt: str | None = None,
+    ) -> int:
+        """Assumes that a source will have a prompt's full blocks, since a request with it was just routed there.
+
+        A match tells them as the tier `SPECULATIVE`, so that requests of one prefix that come together can stay
+        together; they are evidence of nothing. The first event about a block ends that, and so does `expire`. A source
+        may have 65,536 such blocks; the oldest go first.
+
+        Args:
+            endpoint: The gateway's name for the endpoint.
+            rank: The data-parallel rank.
+            tokens: As for `match`.
+            until: When it ends, in seconds of the clock of `expire`.
+            lora: As for `match`.
+            cache_salt: As for `match`.
+
+        Returns:
+            Blocks that are assumed now and were not in the GPU; 0 for a source that never told of a block, since the
+            size of its blocks is not known.
+
+        Raises:
+            ValueError: `tokens` as bytes is not whole `u32`s.
+            OverflowError: A token is negative or too large.
+        """
+    def expire(self, now: float) -> int:
+        """Ends the assumptions whose time is over, of all sources; returns of how many blocks. Call it now and then."""
     def match(
         self, tokens: bytes | Sequence[int], /, *, lora: str | None = None, cache_salt: str | None = None
     ) -> dict[tuple[str, int], dict[str, int]]:
@@ -392,7 +428,7 @@ class PrefixIndex:
     def allocated_bytes(self) -> int:
         """Bytes that are allocated for blocks, to within what an allocator adds."""
     def __len__(self) -> int:
-        """Pairs of a block and a source that has it."""
+        """Pairs of a block and a source that has it, or is assumed to."""
 
 @final
 class Applied:

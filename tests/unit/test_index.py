@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,20 @@ class TestKve02WhatIsGoneIsForgotten:
         assert self.index.match(range(1, 402)) == {A: {"GPU": 8}, B: {"GPU": 200}}
         # Its old names mean nothing any more.
         assert self.index.apply(*A, batch(self.blocks.removed(), *self.blocks.offloaded())).orphaned == 100
+
+    def test_a_large_source_is_forgotten_at_once_and_its_memory_soon(self) -> None:
+        large = Blocks(range(40_000))
+        self.index.apply("c", 0, batch(large.stored()))
+        full = self.index.allocated_bytes
+        assert self.index.forget("c") == 10_000
+        assert len(self.index) == 150
+        self.index.apply("c", 0, batch(large.stored(0, 1)))
+        assert self.index.match(range(5))["c", 0] == {"GPU": 4}
+        deadline = time.monotonic() + 20
+        while self.index.allocated_bytes > full / 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert self.index.match(range(5))["c", 0] == {"GPU": 4}
 
     def test_many_restarts_leave_nothing(self) -> None:
         for seed in range(200):
@@ -296,7 +311,7 @@ class TestKve10Tiers:
     def test_more_tiers_than_can_be_told_apart(self) -> None:
         blocks = Blocks(TEXT)
         index = an_index(a=[blocks.stored(medium=f"T{number}") for number in range(20)])
-        assert set(index.match(TEXT)[A]) == {f"T{number}" for number in range(6)}
+        assert set(index.match(TEXT)[A]) == {f"T{number}" for number in range(5)}
 
     @pytest.mark.parametrize("kind", ["sliding_window", "mamba", "unknown", "later"])
     def test_other_groups_do_not_create_hits(self, kind: str) -> None:
@@ -361,6 +376,77 @@ class TestParents:
         blocks = Blocks(TEXT)
         index = an_index(a=[blocks.stored()], b=[*blocks.offloaded(), removed(blocks.hashes)])
         assert index.match(TEXT) == {A: {"GPU": 40}, B: {}}
+
+
+class TestAssumptions:
+    """Blocks that a request will bring to where it was routed."""
+
+    def setup_method(self) -> None:
+        self.blocks = Blocks(TEXT)
+        self.index = an_index(a=[self.blocks.stored(0, 2)], b=[Blocks([7] * 4).stored()])
+
+    def matched(self, endpoint: str = "a") -> dict[str, int]:
+        return self.index.match(TEXT)[endpoint, 0]
+
+    def test_they_are_a_tier_of_their_own(self) -> None:
+        assert self.index.assume(*A, TEXT, until=10.0) == 8
+        assert self.matched() == {"GPU": 8, "SPECULATIVE": 40}
+        assert self.index.assume(*B, array.array("I", TEXT).tobytes(), until=10.0) == 10
+        assert self.matched("b") == {"SPECULATIVE": 40}
+        assert self.index.assume(*A, TEXT, until=11.0) == 0
+
+    def test_their_time_ends(self) -> None:
+        self.index.assume(*A, TEXT[:21], until=10.0)
+        self.index.assume(*A, TEXT, until=20.0)
+        assert self.index.expire(9.9) == 0
+        assert self.index.expire(10.0) == 3
+        assert self.matched() == {"GPU": 8}
+        assert self.index.expire(20.0) == 5
+        assert len(self.index) == 3
+
+    def test_an_event_confirms_them(self) -> None:
+        self.index.assume(*A, TEXT, until=10.0)
+        assert self.index.apply(*A, batch(self.blocks.stored(2, 6))).added == 4
+        assert self.matched() == {"GPU": 24, "SPECULATIVE": 40}
+        self.index.expire(10.0)
+        assert self.matched() == {"GPU": 24}
+        assert len(self.index) == 7
+
+    def test_a_removal_ends_them(self) -> None:
+        self.index.apply(*A, batch(*self.blocks.offloaded(0, 2), self.blocks.removed(0, 2)))
+        self.index.assume(*A, TEXT, until=10.0)
+        assert self.matched() == {"CPU": 8, "SPECULATIVE": 40}
+        self.index.apply(*A, batch(self.blocks.removed(0, 1, "CPU")))
+        assert self.matched() == {}
+
+    def test_they_go_with_what_the_source_has(self) -> None:
+        for end in (lambda: self.index.forget("a"), lambda: self.index.apply(*A, batch(CLEARED))):
+            self.index.apply(*A, batch(self.blocks.stored(0, 1)))
+            self.index.assume(*A, TEXT, until=10.0)
+            end()
+            assert len(self.index) == 1
+            self.index.add("a")
+            assert self.matched() == {}
+        assert self.index.expire(10.0) == 0
+
+    def test_salts_and_adapters_count(self) -> None:
+        self.index.assume(*A, TEXT, until=10.0, cache_salt="s", lora="l")
+        assert self.index.match(TEXT, cache_salt="s", lora="l")[A] == {"SPECULATIVE": 40}
+        assert self.matched() == {"GPU": 8}
+
+    def test_nothing_is_assumed_of_a_source_that_never_told_of_a_block(self) -> None:
+        self.index.add("c")
+        assert self.index.assume("c", 0, TEXT, until=10.0) == 0
+        assert self.index.assume("unknown", 0, TEXT, until=10.0) == 0
+
+    def test_the_oldest_give_way(self) -> None:
+        index = an_index(a=[Blocks([7], 1).stored()])
+        for number in range(1, 4):
+            assert index.assume(*A, [number] * 30_000, until=10.0) == 30_000
+        assert len(index) == 60_001
+        assert index.match([1, 1])[A] == {}
+        assert index.match([3, 3])[A] == {"SPECULATIVE": 1}
+        assert index.expire(10.0) == 60_000
 
 
 def test_threads_do_not_disturb_each_other() -> None:

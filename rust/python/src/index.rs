@@ -1,14 +1,39 @@
 //! `PrefixIndex` and `Applied`: the prefix index for Python.
 
+use crate::memory;
 use kvroute_core::index::{Index, Report, SourceName};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Blocks that are forgotten at once, in the caller's time: a millisecond.
+const PURGE_AT_ONCE: usize = 4096;
+
+/// Blocks of which the memory is worth a walk through the allocator: 2 MB and more.
+const GIVE_BACK_ABOVE: usize = 1 << 15;
 
 /// Which engine holds which prefix, in which tier.
 #[pyclass(frozen, module = "kvroute._core")]
-pub struct PrefixIndex(Index);
+pub struct PrefixIndex {
+    index: Arc<Index>,
+    /// Its blocks at most, since memory was last given back.
+    peak: AtomicUsize,
+}
+
+impl PrefixIndex {
+    /// Gives memory back when the index has become much smaller: its many small tables leave it with the allocator.
+    fn give_back(&self) {
+        let blocks = self.index.len();
+        let peak = self.peak.fetch_max(blocks, Ordering::Relaxed);
+        let is_worth_it = peak > GIVE_BACK_ABOVE && blocks < peak / 2;
+        if is_worth_it && self.peak.swap(blocks, Ordering::Relaxed) == peak {
+            std::thread::spawn(memory::give_back);
+        }
+    }
+}
 
 #[pymethods]
 impl PrefixIndex {
@@ -16,12 +41,15 @@ impl PrefixIndex {
     #[pyo3(signature = (max_blocks, *, seed = None))]
     fn new(max_blocks: usize, seed: Option<u64>) -> Self {
         let seed = seed.unwrap_or_else(|| RandomState::new().hash_one(()));
-        Self(Index::new(max_blocks, seed))
+        Self {
+            index: Arc::new(Index::new(max_blocks, seed)),
+            peak: AtomicUsize::new(0),
+        }
     }
 
     #[pyo3(signature = (endpoint, rank = 0))]
     fn add(&self, endpoint: &str, rank: u32) {
-        self.0.add(&named(endpoint, rank));
+        self.index.add(&named(endpoint, rank));
     }
 
     #[pyo3(signature = (endpoint, rank, payload, /))]
@@ -34,7 +62,12 @@ impl PrefixIndex {
     ) -> PyResult<Applied> {
         let source = named(endpoint, rank);
         let payload = payload.as_bytes();
-        py.detach(|| self.0.apply(&source, payload))
+        let apply = || {
+            let applied = self.index.apply(&source, payload);
+            self.give_back();
+            applied
+        };
+        py.detach(apply)
             .map(Applied)
             .map_err(|problem| PyValueError::new_err(problem.to_string()))
     }
@@ -42,7 +75,41 @@ impl PrefixIndex {
     #[pyo3(signature = (endpoint, rank = 0))]
     fn forget(&self, py: Python<'_>, endpoint: &str, rank: u32) -> usize {
         let source = named(endpoint, rank);
-        py.detach(|| self.0.forget(&source))
+        py.detach(|| {
+            let forgotten = self.index.forget(&source);
+            let blocks = forgotten.blocks();
+            if blocks <= PURGE_AT_ONCE {
+                self.index.purge(forgotten);
+            } else {
+                let index = Arc::clone(&self.index);
+                std::thread::spawn(move || {
+                    index.purge(forgotten);
+                    memory::give_back();
+                });
+            }
+            blocks
+        })
+    }
+
+    #[pyo3(signature = (endpoint, rank, tokens, /, *, until, lora = None, cache_salt = None))]
+    fn assume(
+        &self,
+        endpoint: &str,
+        rank: u32,
+        tokens: &Bound<'_, PyAny>,
+        until: f64,
+        lora: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> PyResult<usize> {
+        let source = named(endpoint, rank);
+        let tokens = Tokens::of(tokens)?;
+        let bytes = tokens.bytes();
+        let assume = || self.index.assume(&source, bytes, lora, cache_salt, until);
+        Ok(tokens.py().detach(assume))
+    }
+
+    fn expire(&self, py: Python<'_>, now: f64) -> usize {
+        py.detach(|| self.index.expire(now))
     }
 
     #[pyo3(signature = (tokens, /, *, lora = None, cache_salt = None))]
@@ -53,23 +120,9 @@ impl PrefixIndex {
         cache_salt: Option<&str>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let py = tokens.py();
-        let listed;
-        let bytes = if let Ok(bytes) = tokens.cast::<PyBytes>() {
-            bytes.as_bytes()
-        } else {
-            let tokens = tokens.extract::<Vec<u32>>()?;
-            listed = tokens
-                .into_iter()
-                .flat_map(u32::to_le_bytes)
-                .collect::<Vec<_>>();
-            &listed
-        };
-        if bytes.len() % size_of::<u32>() != 0 {
-            return Err(PyValueError::new_err(
-                "tokens as bytes must be little-endian u32s, four bytes each",
-            ));
-        }
-        let matches = py.detach(|| self.0.matches(bytes, lora, cache_salt));
+        let tokens = Tokens::of(tokens)?;
+        let bytes = tokens.bytes();
+        let matches = py.detach(|| self.index.matches(bytes, lora, cache_salt));
         let found = PyDict::new(py);
         for one in matches {
             let tiers = PyDict::new(py);
@@ -83,7 +136,7 @@ impl PrefixIndex {
 
     fn sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let sizes = PyDict::new(py);
-        for one in py.detach(|| self.0.sizes()) {
+        for one in py.detach(|| self.index.sizes()) {
             sizes.set_item((&*one.source.endpoint, one.source.rank), one.blocks)?;
         }
         Ok(sizes)
@@ -91,15 +144,51 @@ impl PrefixIndex {
 
     #[getter]
     fn allocated_bytes(&self, py: Python<'_>) -> usize {
-        py.detach(|| self.0.bytes())
+        py.detach(|| self.index.bytes())
     }
 
     fn __len__(&self) -> usize {
-        self.0.len()
+        self.index.len()
     }
 
     fn __repr__(&self) -> String {
-        format!("<PrefixIndex of {} blocks>", self.0.len())
+        format!("<PrefixIndex of {} blocks>", self.index.len())
+    }
+}
+
+/// Token ids as little-endian `u32`s, Python's own or copied out of a sequence.
+enum Tokens<'a, 'py> {
+    Bytes(&'a Bound<'py, PyBytes>),
+    Listed(Python<'py>, Vec<u8>),
+}
+
+impl<'a, 'py> Tokens<'a, 'py> {
+    fn of(tokens: &'a Bound<'py, PyAny>) -> PyResult<Self> {
+        let Ok(bytes) = tokens.cast::<PyBytes>() else {
+            let listed = tokens.extract::<Vec<u32>>()?;
+            let bytes = listed.into_iter().flat_map(u32::to_le_bytes).collect();
+            return Ok(Self::Listed(tokens.py(), bytes));
+        };
+        if bytes.as_bytes().len() % size_of::<u32>() != 0 {
+            return Err(PyValueError::new_err(
+                "tokens as bytes must be little-endian u32s, four bytes each",
+            ));
+        }
+        Ok(Self::Bytes(bytes))
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Bytes(bytes) => bytes.as_bytes(),
+            Self::Listed(_, bytes) => bytes,
+        }
+    }
+
+    fn py(&self) -> Python<'py> {
+        match self {
+            Self::Bytes(bytes) => bytes.py(),
+            Self::Listed(py, _) => *py,
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 mod body;
 mod chain;
 mod index;
+mod memory;
 mod relay;
 mod selective;
 mod tap;

@@ -3,7 +3,7 @@
 use super::roster::{ListedGroup, SourceName, Target};
 use super::source::{Applied, GroupBlocks, Scratch, State};
 use super::table::Tiers;
-use super::walk::{CPU_BIT, GPU_BIT, MAX_TIERS};
+use super::walk::{CPU_BIT, GPU_BIT, NAMED_TIERS};
 use super::{Index, Report};
 use crate::events::{Batch, Event, Group, Malformed, Removed, Stored, decode};
 use crate::tiers::{CPU, GPU};
@@ -65,6 +65,7 @@ impl Index {
                 }
                 Event::Cleared => {
                     parked.clear();
+                    self.drop_assumed(state, |_| true);
                     let cleared = state
                         .groups
                         .iter_mut()
@@ -205,7 +206,7 @@ impl Index {
         let at = found.or_else(|| {
             let mut names = self.tiers.write().unwrap_or_else(PoisonError::into_inner);
             find(&names).or_else(|| {
-                let is_room = names.len() < MAX_TIERS;
+                let is_room = names.len() < NAMED_TIERS;
                 is_room.then(|| {
                     names.push(name.into());
                     names.len() - 1

@@ -15,6 +15,7 @@
 //! limit the blocks go that were of no use for longest, by stores and matches, an eighth of the limit at a time.
 
 mod apply;
+mod assume;
 mod hash;
 mod limit;
 mod roster;
@@ -25,16 +26,16 @@ mod walk;
 pub use roster::SourceName;
 pub use source::Applied;
 
-use crate::events::{Malformed, extra_of_prompt};
-use crate::tiers::{CPU, GPU};
+use crate::events::Malformed;
+use crate::tiers::{CPU, GPU, SPECULATIVE};
 use hash::Namer;
 use roster::Rosters;
 use source::GroupBlocks;
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use table::Table;
-use walk::{MAX_TIERS, Prompt, Walk};
+use walk::{MAX_TIERS, NAMED_TIERS, Prompt, Walk};
 
 /// How much of one prompt one source has.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,6 +71,20 @@ pub struct SourceSize {
     pub block_sizes: Vec<usize>,
 }
 
+/// A source that was forgotten, and its blocks for [`Index::purge`].
+#[derive(Debug, Default)]
+pub struct Forgotten {
+    groups: Vec<GroupBlocks>,
+}
+
+impl Forgotten {
+    /// Its blocks.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.groups.iter().map(GroupBlocks::len).sum()
+    }
+}
+
 /// The index. All methods may be called from any thread.
 #[derive(Debug)]
 pub struct Index {
@@ -83,6 +98,8 @@ pub struct Index {
     stores_per_step: u64,
     now: AtomicU32,
     trimming: Mutex<()>,
+    /// Blocks of sources that were forgotten, still in the table.
+    doomed: AtomicUsize,
 }
 
 impl Index {
@@ -100,6 +117,7 @@ impl Index {
             stores_per_step: (max_blocks as u64 / 1024).clamp(1, 256),
             now: AtomicU32::new(0),
             trimming: Mutex::default(),
+            doomed: AtomicUsize::new(0),
         }
     }
 
@@ -108,19 +126,29 @@ impl Index {
         self.rosters.source(source);
     }
 
-    /// Forgets a source and its blocks; how many there were. Matches do not see it from the start.
-    pub fn forget(&self, name: &SourceName) -> usize {
+    /// Forgets a source. Matches do not see it any more, but its blocks are in memory until they are purged, which takes
+    /// some 0.2 µs for each.
+    #[must_use = "its blocks take memory until they are purged"]
+    pub fn forget(&self, name: &SourceName) -> Forgotten {
+        let mut forgotten = Forgotten::default();
         let Some(listed) = self.rosters.change(|roster| roster.remove(name)) else {
-            return 0;
+            return forgotten;
         };
         let mut state = listed.source.lock();
         state.forgotten = true;
-        let mut blocks = 0;
-        for mut group in std::mem::take(&mut state.groups) {
-            blocks += group.clear(&self.table);
+        self.drop_assumed(&mut state, |_| true);
+        forgotten.groups = std::mem::take(&mut state.groups);
+        self.doomed.fetch_add(forgotten.blocks(), Ordering::Relaxed);
+        forgotten
+    }
+
+    /// Takes the blocks of a source that was forgotten out of memory.
+    pub fn purge(&self, forgotten: Forgotten) {
+        for mut group in forgotten.groups {
+            self.doomed.fetch_sub(group.len(), Ordering::Relaxed);
+            group.clear(&self.table);
             self.rosters.give_back(group.holder);
         }
-        blocks
     }
 
     /// How much of a prompt each source has, for all that are listed. `tokens` are little-endian `u32`s.
@@ -128,11 +156,7 @@ impl Index {
     /// The prompt's last token does not count: engines compute it in any case.
     #[must_use]
     pub fn matches(&self, tokens: &[u8], lora: Option<&str>, salt: Option<&str>) -> Vec<Match> {
-        let prompt = Prompt {
-            tokens,
-            first: extra_of_prompt(lora, salt, 0),
-            others: extra_of_prompt(lora, None, 1),
-        };
+        let prompt = Prompt::new(tokens, lora, salt).without_last();
         let roster = self.rosters.snapshot();
         let sizes: BTreeSet<usize> = roster
             .values()
@@ -151,13 +175,14 @@ impl Index {
             };
             let mut walk = Walk::new(holders);
             of_size().for_each(|holder| walk.enter(holder));
-            walk.walk(&prompt, size, now, (&self.namer, &self.table));
+            walk.walk(prompt.names(size, &self.namer), now, &self.table);
             for holder in of_size() {
                 for (tier, reached) in reached[usize::from(holder)].iter_mut().enumerate() {
                     *reached = (*reached).max(u64::from(walk.blocks(holder, tier)) * size as u64);
                 }
             }
         }
+        let speculative: Arc<str> = SPECULATIVE.into();
         let names = self.tiers.read().unwrap_or_else(PoisonError::into_inner);
         let matches = roster.iter().map(|(source, listed)| {
             let all = |tier: usize| {
@@ -167,9 +192,9 @@ impl Index {
                     .map(|group| reached[usize::from(group.holder)][tier]);
                 groups.min().unwrap_or(0)
             };
-            let tokens = names
-                .iter()
-                .enumerate()
+            let all_names = names.iter().enumerate();
+            let tokens = all_names
+                .chain([(NAMED_TIERS, &speculative)])
                 .map(|(tier, name)| (Arc::clone(name), all(tier)));
             Match {
                 source: source.clone(),
@@ -179,10 +204,12 @@ impl Index {
         matches.collect()
     }
 
-    /// Pairs of a block and a holder.
+    /// Pairs of a block and a holder, without those that were forgotten.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.table.pairs()
+        self.table
+            .pairs()
+            .saturating_sub(self.doomed.load(Ordering::Relaxed))
     }
 
     /// Whether there is no block.

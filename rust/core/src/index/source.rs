@@ -1,10 +1,12 @@
 //! One engine rank as the index knows it: its own names for blocks, per KV cache group, and how its events change them.
 
+use super::assume::Assumed;
 use super::hash::{HashByFold, Namer};
 use super::table::{Holder, Table, Tiers, map_bytes};
+use super::walk::SPECULATIVE_BIT;
 use crate::events::{EngineHash, Group, Stored};
 use crate::tiers::GPU;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 /// More groups than any engine has.
 const MAX_GROUPS: usize = 32;
@@ -153,7 +155,7 @@ impl GroupBlocks {
     ) {
         for &hash in hashes {
             if let Some(&name) = self.names.get(&hash) {
-                if table.remove(name, self.holder, tiers) {
+                if table.remove(name, self.holder, tiers | SPECULATIVE_BIT) {
                     applied.removed += 1;
                     self.bare.push(hash);
                 }
@@ -167,7 +169,7 @@ impl GroupBlocks {
             if self
                 .names
                 .get(&hash)
-                .is_some_and(|name| !table.has(*name, self.holder))
+                .is_some_and(|name| table.tiers(*name, self.holder) == 0)
             {
                 self.names.remove(&hash);
             }
@@ -211,6 +213,8 @@ impl GroupBlocks {
 #[derive(Debug, Default)]
 pub struct State {
     pub groups: Vec<GroupBlocks>,
+    /// What requests on their way will bring, the oldest in front.
+    pub assumed: VecDeque<Assumed>,
     /// The source was forgotten: what still has it must find the new one.
     pub forgotten: bool,
 }

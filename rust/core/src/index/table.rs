@@ -6,6 +6,7 @@
 //! that meets it waits for tens of nanoseconds, or for as long as a shard takes to grow (0.1 ms at ten thousand blocks).
 
 use super::hash::HashByName;
+use super::walk::{GPU_BIT, SPECULATIVE_BIT};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -101,22 +102,28 @@ impl Block {
             .binary_search_by_key(&holder, |one| parts(*one).0)
     }
 
-    /// Whether the holder did not have it.
-    fn add(&mut self, holder: Holder, tiers: Tiers) -> bool {
+    /// Adds tiers, which ends an assumption; what the holder had of it before, assumed or not.
+    fn add(&mut self, holder: Holder, tiers: Tiers) -> Option<Tiers> {
         let at = self.find(holder);
-        match (self, at) {
-            (Self::One { holding, .. }, Ok(_)) => *holding |= u32::from(tiers),
-            (Self::Many { holdings, .. }, Ok(at)) => holdings[at] |= u32::from(tiers),
-            (Self::Many { holdings, .. }, Err(at)) => holdings.insert(at, holding(holder, tiers)),
+        let old = match (self, at) {
+            (Self::One { holding, .. }, Ok(_)) => holding,
+            (Self::Many { holdings, .. }, Ok(at)) => &mut holdings[at],
+            (Self::Many { holdings, .. }, Err(at)) => {
+                holdings.insert(at, holding(holder, tiers));
+                return None;
+            }
             (one @ Self::One { .. }, Err(at)) => {
                 let mut holdings = ThinVec::with_capacity(2);
                 holdings.extend_from_slice(one.holdings());
                 holdings.insert(at, holding(holder, tiers));
                 let used = AtomicU32::new(*one.used_mut());
                 *one = Self::Many { used, holdings };
+                return None;
             }
-        }
-        at.is_err()
+        };
+        let (_, before) = parts(*old);
+        *old = holding(holder, (before & !SPECULATIVE_BIT) | tiers);
+        Some(before)
     }
 
     /// Whether the holder had it and has it in no tier any more.
@@ -168,22 +175,37 @@ impl Table {
         self.pairs.load(Ordering::Relaxed)
     }
 
-    /// Notes that a holder has a block in these tiers; whether it is new there.
+    /// Notes that a holder will have a block, unless it has it in its GPU; whether that is new.
+    pub fn assume(&self, name: u64, holder: Holder, now: u32) -> bool {
+        let fresh = self.tiers(name, holder) & (GPU_BIT | SPECULATIVE_BIT) == 0;
+        if fresh {
+            self.put(name, holder, SPECULATIVE_BIT, now);
+        }
+        fresh
+    }
+
+    /// Notes that a holder has a block in these tiers; whether it had it in none.
     pub fn add(&self, name: u64, holder: Holder, tiers: Tiers, now: u32) -> bool {
+        let before = self.put(name, holder, tiers, now).unwrap_or(0);
+        before & !SPECULATIVE_BIT == 0
+    }
+
+    fn put(&self, name: u64, holder: Holder, tiers: Tiers, now: u32) -> Option<Tiers> {
         let mut shard = self.write(name);
         let Some(block) = shard.get_mut(&name) else {
             let (used, holding) = (AtomicU32::new(now), holding(holder, tiers));
             shard.insert(name, Block::One { used, holding });
             self.pairs.fetch_add(1, Ordering::Relaxed);
-            return true;
+            return None;
         };
         *block.used_mut() = now;
-        let before = block.list_bytes();
-        let new = block.add(holder, tiers);
+        let bytes = block.list_bytes();
+        let before = block.add(holder, tiers);
         self.lists
-            .fetch_add(block.list_bytes().wrapping_sub(before), Ordering::Relaxed);
-        self.pairs.fetch_add(new.into(), Ordering::Relaxed);
-        new
+            .fetch_add(block.list_bytes().wrapping_sub(bytes), Ordering::Relaxed);
+        self.pairs
+            .fetch_add(before.is_none().into(), Ordering::Relaxed);
+        before
     }
 
     /// Notes that a holder has a block no more in these tiers; whether it has it in none now, and had it before.
@@ -209,11 +231,14 @@ impl Table {
         gone
     }
 
-    /// Whether a holder has a block in any tier.
-    pub fn has(&self, name: u64, holder: Holder) -> bool {
-        self.read(name)
-            .get(&name)
-            .is_some_and(|block| block.find(holder).is_ok())
+    /// In which tiers a holder has a block.
+    pub fn tiers(&self, name: u64, holder: Holder) -> Tiers {
+        let shard = self.read(name);
+        let held = shard.get(&name).and_then(|block| {
+            let at = block.find(holder).ok()?;
+            Some(parts(block.holdings()[at]).1)
+        });
+        held.unwrap_or(0)
     }
 
     /// Gives what all holders have of a block to `look`; it was of use `now`.

@@ -2,6 +2,7 @@
 
 use super::hash::Namer;
 use super::table::{Holder, Holding, Table, Tiers, parts};
+use crate::events::extra_of_prompt;
 
 /// The bit of the GPU.
 pub const GPU_BIT: Tiers = 1;
@@ -9,8 +10,16 @@ pub const GPU_BIT: Tiers = 1;
 /// The bit of the CPU tier, through which all that lies behind it passes.
 pub const CPU_BIT: Tiers = 2;
 
+/// The bit of blocks that are only assumed.
+pub const SPECULATIVE_BIT: Tiers = 1 << NAMED_TIERS;
+
 /// Tiers that can be told apart.
 pub const MAX_TIERS: usize = Tiers::BITS as usize;
+
+/// Those that engines name.
+pub const NAMED_TIERS: usize = MAX_TIERS - 1;
+
+const TOKEN: usize = size_of::<u32>();
 
 /// A prompt: its tokens, and what its blocks depend on besides.
 #[derive(Debug, Clone)]
@@ -21,6 +30,37 @@ pub struct Prompt<'a> {
     pub first: Vec<u8>,
     /// Those of all others.
     pub others: Vec<u8>,
+}
+
+impl<'a> Prompt<'a> {
+    /// A prompt by its tokens, its adapter and its salt.
+    pub fn new(tokens: &'a [u8], lora: Option<&str>, salt: Option<&str>) -> Self {
+        Self {
+            tokens,
+            first: extra_of_prompt(lora, salt, 0),
+            others: extra_of_prompt(lora, None, 1),
+        }
+    }
+
+    /// The prompt without its last token, which engines compute in any case.
+    pub fn without_last(&self) -> Self {
+        let cached = self.tokens.len().saturating_sub(TOKEN);
+        Self {
+            tokens: &self.tokens[..cached],
+            ..self.clone()
+        }
+    }
+
+    /// The names of its full blocks of `size` tokens.
+    pub fn names(&self, size: usize, namer: &Namer) -> impl Iterator<Item = u64> {
+        let blocks = self.tokens.chunks_exact(size.saturating_mul(TOKEN));
+        let extra = std::iter::once(&self.first).chain(std::iter::repeat(&self.others));
+        let (mut before, mut text) = (namer.root(), Vec::new());
+        blocks.zip(extra).map(move |(tokens, extra)| {
+            before = namer.name(before, tokens, extra, &mut text);
+            before
+        })
+    }
 }
 
 /// How far one holder follows a prompt.
@@ -104,26 +144,10 @@ impl Walk {
         self.runs[usize::from(holder)] = Run::START;
     }
 
-    /// Walks a prompt in blocks of `size` tokens until no holder goes on. The last token is left out: engines compute it.
-    pub fn walk(
-        &mut self,
-        prompt: &Prompt<'_>,
-        size: usize,
-        now: u32,
-        (namer, table): (&Namer, &Table),
-    ) {
-        const TOKEN: usize = size_of::<u32>();
-        let cached = prompt.tokens.len().saturating_sub(TOKEN);
-        let blocks = prompt.tokens[..cached].chunks_exact(size.saturating_mul(TOKEN));
-        let (mut before, mut text) = (namer.root(), Vec::new());
+    /// Walks the blocks of these names until no holder goes on.
+    pub fn walk(&mut self, names: impl Iterator<Item = u64>, now: u32, table: &Table) {
         let mut last: Vec<Holding> = Vec::new();
-        for tokens in blocks {
-            let extra = if self.blocks == 0 {
-                &prompt.first
-            } else {
-                &prompt.others
-            };
-            before = namer.name(before, tokens, extra, &mut text);
+        for name in names {
             let pass = |holdings: &[Holding]| {
                 if holdings == last {
                     return true;
@@ -135,7 +159,7 @@ impl Walk {
                 }
                 goes_on
             };
-            if table.look(before, now, pass) != Some(true) {
+            if table.look(name, now, pass) != Some(true) {
                 break;
             }
             self.blocks += 1;
