@@ -93,13 +93,13 @@ def test_blocks_are_held_only_when_some_prefill_engine_could_read_them():
     prefill = Endpoint("http://p:1", Origin.parse("http://p:1"), "prefill")
     prefill.capabilities = PREFILL
 
-    assert possible(DECODE, [prefill], verify="engine")
-    assert not possible(DECODE, [], verify="engine")
-    assert not possible(dataclasses.replace(DECODE, export_digests=False), [prefill], verify="engine")
-    assert not possible(dataclasses.replace(DECODE, block_size=64), [prefill], verify="engine")
+    assert possible(DECODE, [prefill], api="chat", verify="engine")
+    assert not possible(DECODE, [], api="chat", verify="engine")
+    assert not possible(dataclasses.replace(DECODE, export_digests=False), [prefill], api="chat", verify="engine")
+    assert not possible(dataclasses.replace(DECODE, block_size=64), [prefill], api="chat", verify="engine")
     prefill.capabilities = dataclasses.replace(PREFILL, verify_digests=False)
-    assert not possible(DECODE, [prefill], verify="engine")
-    assert possible(DECODE, [prefill], verify="off")
+    assert not possible(DECODE, [prefill], api="chat", verify="engine")
+    assert possible(DECODE, [prefill], api="chat", verify="off")
 
 
 BARE = Capabilities(block_size=128, bidirectional=True, kv_layout="full_attention")
@@ -159,8 +159,9 @@ def test_blocks_are_held_for_a_gateway_that_compares():
     prefill.capabilities = BARE
     decode = dataclasses.replace(DECODE, scheme=SCHEME)
 
-    assert possible(decode, [prefill], verify="auto")
-    assert not possible(decode, [prefill], verify="engine")
-    assert not possible(DECODE, [prefill], verify="auto")
+    assert possible(decode, [prefill], api="chat", verify="auto")
+    assert not possible(decode, [prefill], api="chat", verify="engine")
+    assert not possible(DECODE, [prefill], api="chat", verify="auto")
+    assert not possible(decode, [prefill], api="responses", verify="auto")
     prefill.capabilities = dataclasses.replace(BARE, kv_layout=None)
-    assert not possible(decode, [prefill], verify="auto")
+    assert not possible(decode, [prefill], api="chat", verify="auto")

@@ -63,7 +63,10 @@ def verifiers(settings: Settings, prefill: Endpoint, prompts: Prompts | None) ->
     if who.verifier == "engine":
         yield Finding("ok", prefill.url, "verifies tokens before KV is reused")
     elif who.verifier == "gateway":
-        yield Finding("ok", prefill.url, f"the gateway verifies tokens before KV is reused: {_why_not(prefill, who)}")
+        why = _why_not(prefill, who)
+        yield Finding(
+            "ok", prefill.url, f"the gateway verifies tokens before KV of chat and completions is reused: {why}"
+        )
         if prompts is not None:
             yield from _tokens(prefill, prompts)
     else:

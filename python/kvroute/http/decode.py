@@ -166,7 +166,7 @@ class DecodeLeg:
         self._answer_ids = self._ids_wanted(endpoint)
         verify, prefills = self._gateway.settings.conversations.verify, list(self._plan.prefills)
         wanted = self._turn.continuable and possible(
-            able, prefills, verify=verify, recorded=self._answer_ids is not None
+            able, prefills, api=self._incoming.api, verify=verify, recorded=self._answer_ids is not None
         )
         params = decode_params(self._handoff, prefill_host=holder.origin.host, hold=wanted if able.hold else None)
         return body.splice(ASKING_BODY if self._answer_ids == "take" else CLIENT_BODY, kv_transfer_params=params)
@@ -181,7 +181,7 @@ class DecodeLeg:
             or able.block_size is None
             or able.bidirectional is False
             or verify == "off"
-            or not possible(able, list(self._plan.prefills), verify=verify, recorded=True)
+            or not possible(able, list(self._plan.prefills), api=incoming.api, verify=verify, recorded=True)
         ):
             return None
         assert incoming.api is not None

@@ -15,6 +15,7 @@ from kvroute.http.verification import Offer, verify
 from kvroute.kv.decoded import NoRecord, ids_wanted, keys_of, sealed
 from kvroute.kv.params import Handle, prefill_params, read_handle
 from kvroute.kv.recipes import RECIPES
+from kvroute.plan.api import TOKENIZABLE
 from kvroute.plan.reuse import Decision, decide, possible
 from kvroute.tokens.parity import prompt_of
 from kvroute.upstream import UpstreamError
@@ -214,9 +215,9 @@ class PrefillLeg:
         verify, prefills = self._gateway.settings.conversations.verify, list(self._plan.prefills)
         return (
             asks
-            and incoming.api in _TELL_PROMPTS
+            and incoming.api in TOKENIZABLE
             and verify != "off"
-            and possible(able, prefills, verify=verify, recorded=not able.export_digests)
+            and possible(able, prefills, api=incoming.api, verify=verify, recorded=not able.export_digests)
         )
 
     def _finish(self, endpoint: Endpoint, epoch: int, offer: Offer | None, reply: bytes, seconds: float) -> Prefilled:
@@ -305,5 +306,4 @@ def _prompt_tokens(usage: bytes | None) -> int | None:
     return count if isinstance(count, int) else None
 
 
-_TELL_PROMPTS = frozenset({"chat", "completions"})
 _FATES = {"read": "sent", "discard": "discarded"}

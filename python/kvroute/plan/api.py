@@ -18,6 +18,9 @@ APIS: dict[str, Api] = {
     "/v1/messages": "messages",
 }
 
+TOKENIZABLE: frozenset[Api] = frozenset({"chat", "completions"})
+"""The APIs whose prompts can be had as tokens, from ``/tokenize`` and from answers; others' only the engine knows."""
+
 WholeReason = Literal[
     "several_choices",
     "several_prompts",

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
+from kvroute.plan.api import TOKENIZABLE
 from kvroute.verify.digests import SCHEME
 
 if TYPE_CHECKING:
     from kvroute.fleet.endpoint import Capabilities, Endpoint
     from kvroute.kv.held import Held
+    from kvroute.plan.api import Api
 
 Action = Literal["read", "discard", "drop"]
 Verifier = Literal["engine", "gateway", "none"]
@@ -120,23 +122,28 @@ def decide(  # noqa: C901, PLR0911
     return Decision("read", "ok", who.verifier)
 
 
-def possible(decode: Capabilities, prefills: list[Endpoint], *, verify: str, recorded: bool = False) -> bool:
+def possible(
+    decode: Capabilities, prefills: list[Endpoint], *, api: Api | None, verify: str, recorded: bool = False
+) -> bool:
     """Whether any of the prefill engines could read this decode engine's handles, so that holding blocks pays.
 
     Args:
         decode: The decode engine.
         prefills: The prefill engines.
+        api: The conversation's.
         verify: The setting ``conversations.verify``.
         recorded: The gateway writes the record itself, from the token ids of the answer.
     """
     if verify == "off":
         return True
     scheme = SCHEME if recorded else decode.scheme if decode.export_digests else None
-    return any(_compares(scheme, decode.block_size, endpoint.capabilities, verify) for endpoint in prefills)
+    return any(_compares(scheme, decode.block_size, endpoint.capabilities, api, verify) for endpoint in prefills)
 
 
-def _compares(scheme: str | None, block_size: int | None, prefill: Capabilities, verify: str) -> bool:
+def _compares(scheme: str | None, block_size: int | None, prefill: Capabilities, api: Api | None, verify: str) -> bool:
     """Whether somebody compares records of this scheme and block size for a prefill engine."""
     verifier = acting(prefill, verify).verifier
+    if verifier == "none" or (verifier == "gateway" and api not in TOKENIZABLE):
+        return False
     known = prefill.scheme if verifier == "engine" else SCHEME
-    return verifier != "none" and scheme == known and block_size == prefill.block_size
+    return scheme == known and block_size == prefill.block_size
