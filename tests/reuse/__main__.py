@@ -14,8 +14,8 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 from .docs import write
-from .real import REAL_WAYS, on_real_engines
-from .run import SEED, TURNS, faults, simulate
+from .real import SETS, on_real_engines
+from .run import LEAST_REUSE, SEED, TURNS, faults, simulate
 from .tally import Tally, table
 from .worlds import TITLES, VERIFYING, WAYS, Way
 
@@ -26,28 +26,31 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20_000, help="requests on simulated engines, each way; 0: none")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS, help="who decides about handles")
     parser.add_argument("--real-turns", type=int, default=0, help="requests on real engines, each verifier")
+    parser.add_argument("--sets", nargs="*", choices=tuple(SETS), default=tuple(SETS), help="of real engines")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/reuse.md")
     options = parser.parse_args()
 
     print(f"seed {options.seed}", flush=True)
-    simulated: dict[Way, Tally] = {}
-    real: dict[Way, Tally] = {}
+    runs: dict[str, dict[Way, Tally]] = {}
     if options.turns:
         with ProcessPoolExecutor(options.jobs) as jobs:
-            running = {way: jobs.submit(_simulated, way, options.turns // TURNS, options.seed) for way in options.ways}
-            simulated = {way: job.result() for way, job in running.items()}
-    if options.real_turns:
-        real = on_real_engines(options.real_turns // TURNS, options.seed, progress=_Progress)
-    found = [f"{way}: {fault}" for way in VERIFYING if way in simulated for fault in faults(simulated[way])]
-    found += [f"{way}, real engines: {fault}" for way in REAL_WAYS if way in real for fault in faults(real[way])]
-    for name, tallies in (("simulated", simulated), ("real", real)):
-        if tallies:
-            made = table({TITLES[way]: tally for way, tally in tallies.items()})
-            print(f"\n{name} engines, seed {options.seed}\n\n{made}")
-            if options.write_docs and not found:
-                write(name, made)
+            waiting = {way: jobs.submit(_simulated, way, options.turns // TURNS, options.seed) for way in options.ways}
+            runs["simulated"] = {way: job.result() for way, job in waiting.items()}
+    for name in options.sets if options.real_turns else ():
+        runs[name] = on_real_engines(name, options.real_turns // TURNS, options.seed, progress=_Progress)
+    found = [
+        f"{name} engines, {way}: {fault}"
+        for name, tallies in runs.items()
+        for way, tally in tallies.items()
+        for fault in (faults(tally, least_reuse=LEAST_REUSE[name]) if way in VERIFYING else [])
+    ]
+    for name, tallies in runs.items():
+        made = table({TITLES[way]: tally for way, tally in tallies.items()})
+        print(f"\n{name} engines, seed {options.seed}\n\n{made}")
+        if options.write_docs and not found:
+            write(name, made)
     print("\n".join(f"FAULT {fault}" for fault in found))
     sys.exit(bool(found))
 

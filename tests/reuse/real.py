@@ -8,6 +8,7 @@ import json
 import os
 import time
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import aiohttp
 
 from tests.engine import environment, model
 from tests.engine.engines import EngineSpec, running
-from tests.engine.fixtures import warm_up
+from tests.engine.fixtures import LOGS, warm_up
 from tests.engine.gateway import serving
 from tests.engine.model import SERVED_NAME
 
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 BATCH = 4
 """Conversations between two reports."""
 
-_ONLY_SIMULATED = {"media_changed", "lora_changed", "model_changed", *EVENTS}
+_ONLY_SIMULATED = {"media_changed", "model_changed", *EVENTS}
 REAL = Menu(
-    shapes={"grow": 8, **dict.fromkeys(SHAPES.keys() - _ONLY_SIMULATED - {"grow"}, 2)},
+    shapes={"grow": 8, **{name: 2 for name in SHAPES if name not in {"grow", *_ONLY_SIMULATED}}},
     kinds={"chat": 8, "completions": 1, "token_ids": 2},
     model=SERVED_NAME,
 )
@@ -59,6 +60,7 @@ class RealBench:
             everything itself.
         decode: The decode engine, which also computes what is right.
         client: Connections.
+        menu: What conversations are made of.
         exact: Whether every whole block that is equal must be read back.
     """
 
@@ -68,10 +70,11 @@ class RealBench:
         prefill: Engine,
         decode: Engine,
         client: aiohttp.ClientSession,
+        menu: Menu,
         *,
-        exact: bool = True,
+        exact: bool,
     ) -> None:
-        self.menu = REAL
+        self.menu = menu
         self.row: str | None = None
         self.block_size = decode.block_size if exact else None
         self._gateway = gateway
@@ -105,8 +108,11 @@ class RealBench:
         prompt = tree.get("prompt_token_ids") or choice["prompt_token_ids"]
         # What a stop string ended leaves no handle.
         tokens = None if isinstance(choice["stop_reason"], str) else [*prompt, *answer.tokens[:-1]]
-        salt = request.body.get("cache_salt")
-        return Cold(answer.text, tokens, len(prompt), (salt,) if salt else ())
+        adapter, salt = request.body["model"] in self.menu.loras, request.body.get("cache_salt")
+        if adapter and not self._prefill.spec.plugin:
+            tokens = None  # the gateway cannot know which adapter is behind a name
+        keys = (request.body["model"] if adapter else None, salt)
+        return Cold(answer.text, tokens, len(prompt), keys)
 
     async def _post(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> tuple[int, bytes]:
         async with self._client.post(url, json=body, headers=headers) as answer:
@@ -131,11 +137,38 @@ class RealBench:
         """What was held for a conversation, the engine gives up by itself."""
 
 
-PREFILLS: dict[Way, EngineSpec] = {
-    "engine": EngineSpec("reading", "prefill", prefix_caching=False),
-    "gateway": EngineSpec("plain", "prefill", plugin=False, prefix_caching=False),
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Engines that run at the same time: a decode engine, and for each verifier a prefill engine.
+
+    Attributes:
+        variant: Of the model.
+        ways: Verifiers.
+        menu: What conversations are made of.
+        exact: Whether every whole block that is equal must be read back.
+    """
+
+    variant: str
+    ways: tuple[Way, ...]
+    menu: Menu
+    exact: bool = True
+
+    def specs(self, path: Path) -> list[EngineSpec]:
+        """The engines, the decode engine last; ``path`` is the model's directory."""
+        arguments: tuple[str, ...] = ()
+        if self.menu.loras:
+            adapters = (f"{name}={path / name}" for name in self.menu.loras)
+            arguments = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", *adapters)
+        prefill = EngineSpec("reading", "prefill", prefix_caching=False, arguments=arguments)
+        plugins = (replace(prefill, name=f"{prefill.name}-{way}", plugin=way != "gateway") for way in self.ways)
+        return [*plugins, EngineSpec("holder", "decode", arguments=arguments)]
+
+
+SETS: dict[str, Set] = {
+    "real": Set("small", ("engine", "gateway"), replace(REAL, loras=model.ADAPTERS)),
+    # Two KV-cache groups are read whole or not at all: mostly by prompts of token ids, which nothing tokenises anew.
+    "windowed": Set("windowed", ("engine",), replace(REAL, kinds={"token_ids": 3, "chat": 2}), exact=False),
 }
-REAL_WAYS = tuple(PREFILLS)
 _WARM_SECONDS = 60.0
 
 
@@ -150,11 +183,13 @@ def settings(way: Way, prefill: Engine, decode: Engine) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def real(way: Way, prefill: Engine, decode: Engine, log: Path, *, exact: bool = True) -> AsyncIterator[RealBench]:
+async def real(
+    way: Way, prefill: Engine, decode: Engine, log: Path, *, menu: Menu = REAL, exact: bool = True
+) -> AsyncIterator[RealBench]:
     """Run the gateway before a pair."""
     with serving([], [], log, *settings(way, prefill, decode)) as gateway:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as client:
-            bench = RealBench(gateway, prefill, decode, client, exact=exact)
+            bench = RealBench(gateway, prefill, decode, client, menu, exact=exact)
             if way == "gateway":
                 await _proven(bench, gateway)
             yield bench
@@ -171,35 +206,40 @@ async def _proven(bench: RealBench, gateway: Gateway) -> None:
 
 
 def on_real_engines(
-    conversations: int, seed: int, *, progress: Callable[[str], Callable[[str, Tally], None]]
+    name: str, conversations: int, seed: int, *, progress: Callable[[str], Callable[[str, Tally], None]]
 ) -> dict[Way, Tally]:
-    """Start the engines and take conversations through each verifier.
+    """Start a set of engines and take conversations through each of its verifiers.
 
     Args:
+        name: Of the set.
         conversations: How many each, some ``TURNS`` requests.
         seed: Of the first one.
         progress: Makes what is called with the counts so far, of the verifier that it is given.
     """
+    engines = SETS[name]
     wheel = os.environ.get("KVROUTE_WHEEL")
     python = environment.ensure(Path(wheel) if wheel else None)
-    logs = Path("~/.cache/kvroute/logs").expanduser()
-    specs = (*PREFILLS.values(), EngineSpec("holder", "decode"))
-    with running(specs, python, model.ensure(python), logs) as (*prefills, decode):
-        for prefill in prefills:
+    path = model.ensure(python, engines.variant)
+    seeds = range(seed, seed + conversations)
+    tallies: dict[Way, Tally] = {}
+    with running(engines.specs(path), python, path, LOGS) as (*prefills, decode):
+        for way, prefill in zip(engines.ways, prefills, strict=True):
             warm_up(prefill, decode)
-        seeds = range(seed, seed + conversations)
-        return {
-            way: asyncio.run(_on(real(way, prefill, decode, logs / f"gateway-{way}.log"), seeds, progress(way)))
-            for way, prefill in zip(PREFILLS, prefills, strict=True)
-        }
+            log = LOGS / f"gateway-{way}.log"
+            bench = real(way, prefill, decode, log, menu=engines.menu, exact=engines.exact)
+            tallies[way] = asyncio.run(_on(bench, name, seeds, progress(way)))
+    return tallies
 
 
 async def _on(
-    serving_bench: AbstractAsyncContextManager[RealBench], seeds: range, progress: Callable[[str, Tally], None]
+    bench_of: AbstractAsyncContextManager[RealBench],
+    name: str,
+    seeds: range,
+    progress: Callable[[str, Tally], None],
 ) -> Tally:
     tally = Tally()
-    async with serving_bench as bench:
+    async with bench_of as bench:
         for start in range(0, len(seeds), BATCH):
             await converse(bench, seeds[start : start + BATCH], TURNS, tally)
-            progress("real", tally)
+            progress(name, tally)
     return tally
