@@ -17,7 +17,7 @@ from .engines import Engine
 from .gateway import Gateway, serving
 from .legs import Messages, chat, complete, events, opened
 from .model import SERVED_NAME, ensure, text
-from .talk import Talk, cold, wrong
+from .talk import cold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,39 +96,6 @@ def test_three_completions_of_the_openai_client_read_kv_back(gateway: Gateway, p
         assert answer == right
         assert (read_back(prefill) > before) == (number > 0)
         prompt += answer + " "
-
-
-def converse(gateway: Gateway, *, first_seed: int, talks: int, turns: int) -> list[tuple[str, Messages, str]]:
-    asked = []
-    for number in range(talks):
-        talk = Talk(gateway, first_seed + number, stream=number % 2 == 0)
-        if number % 3 == 0:
-            talk.shapes = ["grow"]
-        asked += talk.run(turns)
-    return asked
-
-
-def test_no_text_of_mutated_conversations_differs_from_a_cold_run(gateway: Gateway, pair: Pair) -> None:
-    print(f"\nseed {SEED}")
-    before = {outcome: reuse(gateway, outcome) for outcome in ("hit", "trimmed", "refused")}
-    asked = converse(gateway, first_seed=SEED, talks=12, turns=6)
-    found = wrong(pair[1], asked)
-    counts = {outcome: reuse(gateway, outcome) - count for outcome, count in before.items()}
-    print(f"{len(asked)} turns, {len(found)} wrong, reuse {counts}")
-
-    assert found == []
-    assert counts["hit"] + counts["trimmed"] >= 10, "hardly anything was reused: the run shows nothing"
-
-
-def test_the_same_run_without_verification_gives_wrong_texts(pair: Pair, unverified: Engine, tmp_path: Path) -> None:
-    settings = ("conversations.verify=off", "conversations.allow_wrong_answers=true")
-    with serving([unverified], [pair[1]], tmp_path / "gateway.log", *settings) as blind:
-        asked = converse(blind, first_seed=SEED, talks=6, turns=6)
-        found = wrong(pair[1], asked)
-    shapes = sorted({shape for shape, _, _ in found})
-    print(f"\n{len(asked)} turns without verification, {len(found)} wrong, in shapes {shapes}")
-
-    assert found, "verification is off and nothing is wrong: the comparison cannot fail"
 
 
 def test_a_client_that_leaves_harms_nobody(gateway: Gateway, pair: Pair) -> None:

@@ -253,7 +253,7 @@ def specs(world: World, way: Way) -> list[EngineSpec]:
     made = []
     for model in (MODEL, OTHER):
         shared: dict[str, Any] = {"model": model, "recompute_threshold": THRESHOLD, "plugin": way not in BASELINES}
-        shared |= world.engines
+        shared |= {"num_gpu_blocks": 4096} | world.engines
         if model == MODEL:
             shared["loras"] = world.menu.loras
         prefill: dict[str, Any] = {"prefix_caching": False, "verify": way not in OFF} | shared | world.prefill
@@ -274,7 +274,9 @@ def configuration(world: World, way: Way, fleet: SimFleet) -> dict[str, Any]:
     ]
     return {
         "endpoints": engines,
+        # Nothing here depends on load, and probes only where engines restart.
         "health": {"interval_seconds": 600},
+        "signals": {"scrape_seconds": 0},
         # In a busy process, an answer that takes long says nothing.
         "tokenize": {"timeout_seconds": 30},
         "conversations": {"verify": "off", "allow_wrong_answers": True} if way in OFF else {"verify": way},
