@@ -44,11 +44,11 @@ def handed_over(decode: Engine) -> float:
     return decode.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
 
 
-def run(gateway: Gateway, decode: Engine, *, stream: bool) -> dict[str, float]:
+def run(gateway: Gateway, decode: Engine, *, seed: int, stream: bool) -> dict[str, float]:
     """Converse with changes, compare every text with a cold run, and count what became of the handles."""
     asked, before = [], handed_over(decode)
     for number in range(TALKS):
-        talk = Talk(gateway, SEED + number, stream=stream)
+        talk = Talk(gateway, seed + number, stream=stream)
         if number % 3 == 0:
             talk.shapes = ["grow"]
         asked += talk.run(TURNS)
@@ -86,7 +86,7 @@ def test_the_plugin_on_decode_alone_is_enough(plain: Plain, pool: Engines, tmp_p
         print(f"\n{said}")
         assert "chat" in said
         assert ("local tokenizer is exact" in said) == (source == "local")
-        counts = run(gateway, decode, stream=True)
+        counts = run(gateway, decode, seed=SEED + (100 if source == "local" else 0), stream=True)
         assert gateway.metric("kvroute_prompts_tokenized_total", source=source, outcome="ok") > 0
         assert gateway.metric("kvroute_kv_reuse_total", outcome="refused", reason="no_tokens") == 0
     assert counts["hit"] + counts["trimmed"] >= 10, "hardly anything was reused: the run shows nothing"
@@ -97,7 +97,7 @@ def test_no_plugin_at_all_is_enough_where_answers_are_not_streamed(plain: Plain,
     declared = {"bidirectional_kv_xfer": True, "kv_layout": "full_attention"}
     with serving([prefill], [decode], tmp_path / "gateway.log", **declared) as gateway:
         proven(gateway)
-        counts = run(gateway, decode, stream=False)
+        counts = run(gateway, decode, seed=SEED + 200, stream=False)
     assert counts["hit"] + counts["trimmed"] >= 10, "hardly anything was reused: the run shows nothing"
 
 
