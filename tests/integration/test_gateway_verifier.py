@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import random
 from array import array
 
@@ -420,3 +421,16 @@ async def test_a_client_that_leaves_while_tokens_are_awaited_leaves_the_handle(f
 
         assert gateway.metric("kvroute_kv_reuse_total", outcome="hit", reason="ok") == 1
     assert broken(fleet["p"], fleet["d"]) == []
+
+
+@pytest.mark.parametrize("salt", [b'"\\ud83d"', b"7"])
+async def test_a_salt_that_is_no_text_costs_the_reuse_and_not_the_request(fleet, client, config, salt):
+    async with running(file=config()) as gateway:
+        await gateway.gateway.prompts.settled()
+        talk = Talk(fleet, client, gateway, conversation_id="c1")
+        await talk.say(FIRST)
+        body = json.dumps({"model": "sim", "conversation_id": "c1", "messages": [*talk.messages, talk.messages[0]]})
+        raw = body[:-1].encode() + b',"cache_salt":' + salt + b"}"
+        async with client.post(gateway.url + "/v1/chat/completions", data=raw) as answer:
+            await answer.read()
+            assert answer.status != 500

@@ -84,11 +84,15 @@ async def verify(gateway: Gateway, incoming: Incoming, held: Held, prefill: Endp
         # A name may be pointed at another adapter, and only the engine knows which one is behind it.
         return Verification("lora")
     try:
+        salt = orjson.loads(incoming.body.raw("cache_salt") or b"null")
+    except orjson.JSONDecodeError:  # half of a surrogate pair
+        return Verification("malformed")
+    try:
         found = await gateway.prompts.of(prefill, incoming.api, incoming.body, incoming.headers_for(prefill))
     except NoTokens as error:
         _log.debug("%s: no tokens of a prompt: %s", prefill.url, error)
         return Verification("no_tokens")
-    compared = compare(held.handle, found.ids, prefill.capabilities, salt=_salt(incoming))
+    compared = compare(held.handle, found.ids, prefill.capabilities, salt=salt if isinstance(salt, str) else None)
     verdict = compared.verdict
     if compared.handle is None:
         return Verification(verdict.reason, verdict)
@@ -97,9 +101,3 @@ async def verify(gateway: Gateway, incoming: Incoming, held: Held, prefill: Endp
 
 def _is_adapter(prefill: Endpoint, model: str | None) -> bool:
     return model is not None and prefill.models.get(model, {}).get("parent") is not None
-
-
-def _salt(incoming: Incoming) -> str | None:
-    assert incoming.body is not None
-    salt = orjson.loads(incoming.body.raw("cache_salt") or b"null")
-    return salt if isinstance(salt, str) else None
