@@ -11,6 +11,9 @@ import msgpack
 @dataclasses.dataclass(frozen=True)
 class Applied:
     malformed: int = 0
+    added: int = 0
+    removed: int = 0
+    orphaned: int = 0
 
 
 class BlockSets:

@@ -119,6 +119,9 @@ class Publisher:
     def again(self) -> str:
         return f"tcp://127.0.0.1:{self._ports[1]}"
 
+    def is_subscribed(self) -> bool:
+        return self.subscribers > 0
+
     def keep(self, number: int, payload: bytes) -> None:
         """Have a batch for replays without sending it."""
         self.kept[number] = payload

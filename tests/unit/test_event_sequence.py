@@ -20,6 +20,16 @@ def test_the_first_batch_may_have_any_number(first):
     assert (sequence.last, sequence.next) == (first + 1, first + 2)
 
 
+def test_a_publisher_that_published_nothing_starts_with_its_first():
+    sequence = Sequence()
+    sequence.expect_first()
+
+    assert sequence.judge(3, b"3") == "gap"
+    assert sequence.judge(0, b"0") == "next"
+    sequence.give_up()
+    assert sequence.judge(3, b"3") == "next"
+
+
 def test_a_jump_is_a_gap_until_what_is_missing_is_given_up():
     sequence = taken(0, 1)
 

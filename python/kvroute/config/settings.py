@@ -199,6 +199,13 @@ class SignalSettings(Section):
         30.0,
         description="time an engine may be unheard before what it cached is forgotten and kvroute_kv_events_stale is 1",
     )
+    max_index_blocks: int = Field(
+        4_000_000,
+        ge=1,
+        le=2**40,
+        description="blocks in the index of what engines cache, each counted once for each engine; one takes "
+        "48 to 96 bytes; those of no use for longest go first",
+    )
     replay_timeout_seconds: Seconds = Field(
         5.0, description="for a replay of missed KV events to begin, and between two batches of it"
     )

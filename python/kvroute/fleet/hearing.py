@@ -41,6 +41,8 @@ class Hearing:
         gaps: Times that batches were missing, by outcome: ``recovered`` by a replay, or ``forgotten`` with all blocks
             of the rank.
         restarts: Times that the stream told of a restart of the engine.
+        blocks: Blocks that events told of, by what became of them in the index: ``added``, ``removed``, ``orphaned``,
+            which are those that follow a block that was never announced.
         faults: What was passed over, by kind: a ``frame`` that is no batch, a ``batch`` that cannot be read (its rank's
             blocks are forgotten), an ``event`` that makes no sense.
     """
@@ -51,7 +53,9 @@ class Hearing:
     batches: int = 0
     gaps: Counter[str] = dataclasses.field(default_factory=Counter)
     restarts: int = 0
+    blocks: Counter[str] = dataclasses.field(default_factory=Counter)
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
+    _unheard_since: float | None = None
 
     @property
     def state(self) -> State:
@@ -63,3 +67,27 @@ class Hearing:
     def heard_at(self) -> float | None:
         """When the last batch of any rank was applied."""
         return max((rank.heard_at for rank in self.ranks.values() if rank.heard_at is not None), default=None)
+
+    def watch(self, now: float, grace: float, *, expected: bool, sent: int) -> bool:
+        """Keep `stale`; whether it changed.
+
+        Args:
+            now: Seconds of ``time.monotonic``.
+            grace: Seconds for which an engine may be unheard.
+            expected: The engine takes part in routing and publishes events.
+            sent: Requests that it got in this epoch: from one that got none, silence is right.
+        """
+        heard = self.heard_at is not None
+        if expected and (self.state != "live" or (sent > 0 and not heard)):
+            if self._unheard_since is None:
+                self._unheard_since = now
+            if self.stale or now - self._unheard_since < grace:
+                return False
+            self.stale = True
+            return True
+        if self.stale:
+            # Not over because the engine is out for a moment, or runs anew and had no request yet.
+            self.stale = not heard
+            return heard
+        self._unheard_since = None
+        return False

@@ -44,7 +44,7 @@ class Monitor:
         self._fleet = fleet
         self._settings = settings
         self._pool = pool
-        self._probe = Probe(
+        self.probe = Probe(
             pool,
             Timeouts(
                 connect=settings.timeout_seconds, first_byte=settings.timeout_seconds, idle=settings.timeout_seconds
@@ -107,20 +107,20 @@ class Monitor:
                     await wake.wait()
 
     async def _round(self, endpoint: Endpoint, *, refresh: bool) -> None:
-        status = await self._probe.health(endpoint)
+        status = await self.probe.health(endpoint)
         if status != 200:
             self._remove(endpoint, f"/health answered {status}")
             return
         if refresh or not endpoint.healthy:
-            capabilities = await self._probe.capabilities(endpoint)
-            models = None if endpoint.configured_models is not None else await self._probe.models(endpoint)
+            capabilities = await self.probe.capabilities(endpoint)
+            models = None if endpoint.configured_models is not None else await self.probe.models(endpoint)
             if models is not None:
                 endpoint.models = models
             self._learn(endpoint, capabilities)
         elif endpoint.capabilities.instance is not None:
-            report = await self._probe.report(endpoint)
+            report = await self.probe.report(endpoint)
             if report is None or report.get("instance") != endpoint.capabilities.instance:
-                self._learn(endpoint, await self._probe.capabilities(endpoint))
+                self._learn(endpoint, await self.probe.capabilities(endpoint))
                 refresh = True
         endpoint.failures = 0
         if not endpoint.healthy:

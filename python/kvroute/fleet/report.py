@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,7 +13,9 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from kvroute._core import PrefixIndex
     from kvroute.fleet.endpoint import Endpoint
+    from kvroute.fleet.fleet import Fleet
 
 _STATES = ("off", "gap", "replaying", "live")
 
@@ -59,6 +62,7 @@ def event_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
     batches = _counter("kv_events_batches", "Batches of KV events applied.")
     gaps = _counter("kv_events_gaps", "Times that batches were missing: recovered, or the blocks forgotten.", "outcome")
     restarts = _counter("kv_events_restarts", "Restarts of the engine that its KV events told of.")
+    blocks = _counter("kv_events_blocks", "Blocks told of; orphaned: they follow one that was never announced.", "what")
     faults = _counter("kv_events_faults", "Frames, batches and events that could not be read.", "kind")
     for endpoint in endpoints:
         hearing, name = endpoint.hearing, (endpoint.url,)
@@ -73,9 +77,31 @@ def event_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
             age.add_metric(name, time.monotonic() - heard_at)
         for outcome, count in hearing.gaps.items():
             gaps.add_metric((endpoint.url, outcome), float(count))
+        for what, count in hearing.blocks.items():
+            blocks.add_metric((endpoint.url, what), float(count))
         for kind, count in hearing.faults.items():
             faults.add_metric((endpoint.url, kind), float(count))
-    yield from (state, stale, age, batches, gaps, restarts, faults)
+    yield from (state, stale, age, batches, gaps, restarts, blocks, faults)
+
+
+class IndexSizes:
+    """How much the prefix index holds, read when it is asked for."""
+
+    def __init__(self, fleet: Fleet, index: PrefixIndex) -> None:
+        self._fleet = fleet
+        self._index = index
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        blocks = _gauge("index_blocks", "Blocks of the engine in the prefix index, over its ranks.")
+        sizes: Counter[str] = Counter()
+        for (url, _), count in self._index.sizes().items():
+            sizes[url] += count
+        for endpoint in self._fleet.endpoints:
+            blocks.add_metric((endpoint.url,), float(sizes[endpoint.url]))
+        yield blocks
+        size = float(self._index.allocated_bytes)
+        yield GaugeMetricFamily("kvroute_index_bytes", "Memory of the prefix index.", value=size)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

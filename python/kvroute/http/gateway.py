@@ -8,7 +8,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvroute._core import PrefixIndex
 from kvroute.fleet import Fleet, Monitor, Scraper
+from kvroute.fleet.events import Listener
+from kvroute.fleet.report import IndexSizes
 from kvroute.http.auth import Authenticator
 from kvroute.http.errors import GatewayError
 from kvroute.http.release import Releases
@@ -85,6 +88,10 @@ class Gateway:
         self.prompts = Prompts(settings, self.pool, self.metrics)
         self.monitor.on_known.append(self._known)
         self.scraper = Scraper(self.fleet, self.pool, settings.signals)
+        self.index = PrefixIndex(settings.signals.max_index_blocks)
+        self.listener = Listener(
+            self.fleet, self.monitor.probe, settings, index=self.index, on_restart=self.monitor.restarted
+        )
         self.authenticator = Authenticator(key.get_secret_value() for key in settings.server.api_keys)
         self.ledger = Ledger(self._epoch)
         self.releases = Releases(self)
@@ -109,6 +116,7 @@ class Gateway:
             draining=lambda: self.draining,
             verifier=lambda prefill: self.acting(prefill).verifier,
         )
+        self.metrics.registry.register(IndexSizes(self.fleet, self.index))
 
     def acting(self, prefill: Endpoint) -> Acting:
         """Who compares tokens before the prefill engine reads KV back."""

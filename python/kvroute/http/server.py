@@ -93,7 +93,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[str]:
     await runner.setup()
     try:
         assert runner.server is not None
-        async with gateway.monitor, gateway.scraper, gateway.keeping(), departures(runner.server):
+        async with gateway.monitor, gateway.scraper, gateway.listener, gateway.keeping(), departures(runner.server):
             site = web.TCPSite(runner, server.host, server.port, backlog=_BACKLOG)
             await site.start()
             yield _url(runner)

@@ -15,11 +15,11 @@ from kvroute.fleet.events.sources import announced, configured
 from kvroute.upstream import UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from typing_extensions import Self
 
-    from kvroute.config import EndpointSettings, SignalSettings
+    from kvroute.config import Settings
     from kvroute.fleet.endpoint import Endpoint
     from kvroute.fleet.events.replay import Replays
     from kvroute.fleet.events.sources import Source
@@ -45,8 +45,7 @@ class Listener:
     Args:
         fleet: The engines; `Endpoint.hearing` of each says how it is heard.
         probe: Asks engines where they publish.
-        settings: How to hear.
-        endpoints: The settings of the engines by URL, for those that list addresses.
+        settings: How to hear, and where the engines that list it publish.
         index: Where events go to.
         on_restart: Called when the events of an engine tell that it started anew; has to let its epoch grow.
     """
@@ -55,38 +54,30 @@ class Listener:
         self,
         fleet: Fleet,
         probe: Probe,
-        settings: SignalSettings,
-        endpoints: Mapping[str, EndpointSettings],
+        settings: Settings,
         *,
         index: Index,
         on_restart: Callable[[Endpoint], None],
     ) -> None:
         self._fleet = fleet
         self._probe = probe
-        self._settings = settings
-        self._endpoints = endpoints
+        self._settings = settings.signals
+        self._endpoints = {item.url: item for item in settings.endpoints}
         self._index = index
         self._on_restart = on_restart
         self._changed = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
         self._tasks: list[asyncio.Task[None]] = []
         self._wire: Wire | None = None
+        self._replays: Replays | None = None
 
     async def __aenter__(self) -> Self:
         mode = self._settings.kv_events
         if mode == "off" or find_spec("zmq") is None:
             return self
-        # An extra, for which the settings have asked by now if it is needed.
-        from kvroute.fleet.events.replay import Replays  # noqa: PLC0415
-        from kvroute.fleet.events.wire import Wire  # noqa: PLC0415
-
-        self._wire = Wire()
-        replays = Replays(self._wire, self._settings.replay_timeout_seconds)
         for endpoint in self._fleet.endpoints:
             endpoint.hearing.wanted = mode == "on" or bool(self._endpoints[endpoint.url].kv_events)
             endpoint.watchers.append(self._changed[endpoint.url].set)
-            self._tasks.append(
-                asyncio.create_task(self._attend(endpoint, self._wire, replays), name=f"kv events of {endpoint.url}")
-            )
+            self._tasks.append(asyncio.create_task(self._attend(endpoint), name=f"kv events of {endpoint.url}"))
         self._tasks.append(asyncio.create_task(self._watch(), name="kv events watch"))
         return self
 
@@ -100,7 +91,7 @@ class Listener:
         if self._wire is not None:
             await self._wire.close()
 
-    async def _attend(self, endpoint: Endpoint, wire: Wire, replays: Replays) -> None:
+    async def _attend(self, endpoint: Endpoint) -> None:
         changed = self._changed[endpoint.url]
         failures = 0
         while True:
@@ -110,7 +101,7 @@ class Listener:
                 if endpoint.healthy:
                     sources = await self._sources(endpoint)
                     if sources:
-                        await self._session(endpoint, sources, wire, replays)
+                        await self._session(endpoint, sources)
                     failures = 0
                     if sources:
                         continue
@@ -138,10 +129,16 @@ class Listener:
         endpoint.hearing.wanted = bool(found) or self._settings.kv_events == "on"
         return found
 
-    async def _session(self, endpoint: Endpoint, sources: list[Source], wire: Wire, replays: Replays) -> None:
+    async def _session(self, endpoint: Endpoint, sources: list[Source]) -> None:
         """Hear one run of an engine: until its epoch grows, or a rank started anew or failed."""
-        from kvroute.fleet.events.subscription import RestartedError, Subscription  # noqa: PLC0415 - needs the extra
+        # An extra, which the settings have asked for by now if it is needed.
+        from kvroute.fleet.events.replay import Replays  # noqa: PLC0415
+        from kvroute.fleet.events.subscription import RestartedError, Subscription  # noqa: PLC0415
+        from kvroute.fleet.events.wire import Wire  # noqa: PLC0415
 
+        if self._wire is None or self._replays is None:
+            self._wire = Wire()
+            self._replays = Replays(self._wire, self._settings.replay_timeout_seconds)
         changed, epoch = self._changed[endpoint.url], endpoint.epoch
         tasks = [
             asyncio.create_task(
@@ -150,8 +147,8 @@ class Listener:
                     source,
                     self._index,
                     endpoint.hearing,
-                    wire=wire,
-                    replays=replays,
+                    wire=self._wire,
+                    replays=self._replays,
                     grace=self._settings.kv_events_grace_seconds,
                 ).run(),
                 name=f"kv events of {endpoint.url} rank {source.rank}",
@@ -177,29 +174,21 @@ class Listener:
                 raise end
 
     async def _watch(self) -> None:
-        """Keep `Hearing.stale`: silence is told from idleness by requests that bring no events."""
-        since: dict[str, float] = {}
+        """Say when an engine is not heard as it should be."""
+        grace = self._settings.kv_events_grace_seconds
         while True:
+            now = time.monotonic()
             for endpoint in self._fleet.endpoints:
-                hearing, now = endpoint.hearing, time.monotonic()
-                heard = hearing.heard_at
-                unheard = hearing.state != "live" or (endpoint.sent > 0 and heard is None)
-                if not (hearing.wanted and endpoint.healthy and unheard):
-                    if hearing.stale and heard is not None:
-                        hearing.stale = False
-                        _log.info("KV events of %s are heard again", endpoint.url)
-                    if not hearing.stale:
-                        since.pop(endpoint.url, None)
-                elif not hearing.stale and now - since.setdefault(endpoint.url, now) >= self._grace:
-                    hearing.stale = True
+                hearing = endpoint.hearing
+                if not hearing.watch(now, grace, expected=hearing.wanted and endpoint.healthy, sent=endpoint.sent):
+                    continue
+                if hearing.stale:
                     _log.warning(
-                        "%s should publish KV events, and for %g s none were heard (%s): it is chosen by load alone",
+                        "%s should publish KV events, and for %g s none were heard (%s): what it caches is not known",
                         endpoint.url,
-                        self._grace,
+                        grace,
                         hearing.state,
                     )
-            await asyncio.sleep(min(_WATCH_SECONDS, self._grace / 4))
-
-    @property
-    def _grace(self) -> float:
-        return self._settings.kv_events_grace_seconds
+                else:
+                    _log.info("KV events of %s are heard again", endpoint.url)
+            await asyncio.sleep(min(_WATCH_SECONDS, grace / 4))

@@ -20,6 +20,7 @@ class Sequence:
 
     def __init__(self) -> None:
         self.last: int | None = None
+        self._expects_first = False
         self._open = False
         # Of the last batches; None for one that was given up, and may come late.
         self._seen: dict[int, int | None] = {}
@@ -31,7 +32,9 @@ class Sequence:
 
     def judge(self, number: int, payload: bytes) -> Verdict:
         """What a batch is, after all that was taken so far."""
-        if self.last is None or number == self.last + 1:
+        if self.last is None:
+            return "gap" if self._expects_first and number > 0 and not self._open else "next"
+        if number == self.last + 1:
             return "next"
         if number > self.last:
             return "next" if self._open else "gap"
@@ -49,6 +52,10 @@ class Sequence:
         self._remember(number, hash(payload))
         self.last = number
         self._open = False
+
+    def expect_first(self) -> None:
+        """The publisher has published nothing so far: its first batch is the next one."""
+        self._expects_first = True
 
     def give_up(self) -> None:
         """What is missing will not be had: the next batch may have any number beyond the last."""

@@ -34,6 +34,18 @@ class Applied(Protocol):
     """What one batch did."""
 
     @property
+    def added(self) -> int:
+        """Blocks that the rank did not have before."""
+
+    @property
+    def removed(self) -> int:
+        """Blocks that it does not have any more."""
+
+    @property
+    def orphaned(self) -> int:
+        """Blocks without a place, since the one before them was never announced."""
+
+    @property
     def malformed(self) -> int:
         """Events that make no sense."""
 
@@ -104,9 +116,9 @@ class Subscription:
             began = time.monotonic()
             with self._wire.feed(self._source.live, self._source.topic) as feed:
                 await self._connected(feed)
-                if feed.is_connected():
+                if feed.look() == "connected":
                     await self._catch_up()
-                    while feed.is_connected():
+                    while feed.look() == "connected":
                         await self._drain(feed)
                         await readable(feed, feed.monitor)
                     self._away_since = time.monotonic()
@@ -118,13 +130,13 @@ class Subscription:
         """Return when the connection is there, or has failed for good; refused ones are tried again by libzmq."""
         try:
             async with timeout(self._grace_left()):
-                while not (feed.is_connected() or feed.is_over()):
+                while feed.look() == "connecting":
                     await readable(feed.monitor)
         except (TimeoutError, asyncio.TimeoutError):
             self._forget(f"not connected for {self._grace:g} s")
             self._sequence = Sequence()
             self._away_since = None
-            while not (feed.is_connected() or feed.is_over()):
+            while feed.look() == "connecting":
                 await readable(feed.monitor)
 
     def _grace_left(self) -> float | None:
@@ -139,8 +151,9 @@ class Subscription:
         self._rank.state = "replaying"
         came = await self._replay(0 if last is None else last)
         if last is None:
-            # Without a batch so far, the first one will be heard.
-            self._rank.whole |= came == 0
+            if came == 0:
+                self._sequence.expect_first()
+                self._rank.whole = True
         elif came is None:
             self._lost("batches may have passed unheard")
         elif not came:
@@ -232,13 +245,16 @@ class Subscription:
         hearing.batches += 1
         self._rank.heard_at = time.monotonic()
         try:
-            malformed = self._index.apply(self._url, self._source.rank, payload).malformed
+            applied = self._index.apply(self._url, self._source.rank, payload)
         except ValueError as error:
             hearing.faults["batch"] += 1
             self._forget(f"batch {number} cannot be read: {error}")
         else:
-            if malformed:
-                hearing.faults["event"] += malformed
+            for what, count in (("added", applied.added), ("removed", applied.removed), ("orphaned", applied.orphaned)):
+                if count:
+                    hearing.blocks[what] += count
+            if applied.malformed:
+                hearing.faults["event"] += applied.malformed
 
     def _lost(self, reason: str) -> None:
         self._hearing.gaps["forgotten"] += 1

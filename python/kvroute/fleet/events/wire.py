@@ -10,7 +10,7 @@ Needs the extra ``kvroute[events]``: imported only where events are heard.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
+
+Connection: TypeAlias = Literal["connecting", "connected", "over"]
 
 # A batch with all blocks of a prompt of a million tokens is less than half of this.
 _MAX_MESSAGE_BYTES = 16 * 2**20
@@ -124,26 +126,18 @@ class Feed(Inbox):
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
         super().__init__(socket)
-        self._connected = self._over = False
+        self._state: Connection = "connecting"
         self.monitor = Inbox(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
         socket.connect(address)
 
-    def is_connected(self) -> bool:
-        """Whether the publisher is connected."""
-        self._look()
-        return self._connected and not self._over
-
-    def is_over(self) -> bool:
-        """Whether the connection ended."""
-        self._look()
-        return self._over
-
-    def _look(self) -> None:
+    def look(self) -> Connection:
+        """How the connection is now."""
         while (message := self.monitor.take()) is not None:
-            if parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected = True
-            else:
-                self._over = True
+            if parse_monitor_message(message)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._state = "over"
+            elif self._state == "connecting":
+                self._state = "connected"
+        return self._state
 
     def close(self) -> None:
         """Close the socket, whatever is still in it."""
