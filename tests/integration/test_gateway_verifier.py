@@ -434,3 +434,16 @@ async def test_a_salt_that_is_no_text_costs_the_reuse_and_not_the_request(fleet,
         async with client.post(gateway.url + "/v1/chat/completions", data=raw) as answer:
             await answer.read()
             assert answer.status != 500
+
+
+async def test_a_fault_of_the_gateways_own_costs_the_reuse_and_not_the_request(fleet, client, config, monkeypatch):
+    async with running(file=config()) as gateway:
+        await gateway.gateway.prompts.settled()
+        talk = Talk(fleet, client, gateway, conversation_id="c1")
+        await talk.say(FIRST)
+        monkeypatch.setattr("kvroute.http.verification.compare", None)
+        await talk.say("six")
+
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="refused", reason="error") == 1
+        assert generations(fleet["p"])[1].params["remote_num_tokens"] == 0
+    assert broken(fleet["p"], fleet["d"]) == []

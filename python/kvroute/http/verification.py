@@ -77,8 +77,17 @@ async def verify(gateway: Gateway, incoming: Incoming, held: Held, prefill: Endp
     """Compare a claimed handle with the tokens that ``prefill`` will compute.
 
     No tokens, or none in time, means that nothing is read: the turn's end brings a newer handle in place of this one,
-    so keeping it would only keep the decode engine's blocks.
+    so keeping it would only keep the decode engine's blocks. The same goes for a fault of the gateway's own: it costs
+    the reuse, never the request.
     """
+    try:
+        return await _verify(gateway, incoming, held, prefill)
+    except Exception:  # noqa: BLE001 - whatever it is, the turn can be computed without reuse
+        _log.exception("a handle of %s is not read: a fault in the gateway", held.decode)
+        return Verification("error")
+
+
+async def _verify(gateway: Gateway, incoming: Incoming, held: Held, prefill: Endpoint) -> Verification:
     assert incoming.body is not None
     if _is_adapter(prefill, incoming.model):
         # A name may be pointed at another adapter, and only the engine knows which one is behind it.
