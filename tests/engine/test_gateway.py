@@ -222,7 +222,8 @@ def test_a_restarted_decode_engine_ends_in_a_cold_turn(pool: Pool, pair: Pair, t
         second = chat(gateway, messages, max_tokens=40, conversation_id="restart")
         assert second.status == 200, second.body
         assert second.text == cold(decode, messages)
-        assert gateway.metric("kvroute_kv_reuse_total", outcome="refused", reason="decode_restarted") == 1
+        # Refused, or too old already where the engine took long to start.
+        assert reuse(gateway, "hit") == reuse(gateway, "trimmed") == 0
     assert prefill.alive()
     assert decode.alive()
 

@@ -25,6 +25,7 @@ class Entry:
     decode: str = ""
     held: Held | None = None
     kept_at: float = 0
+    expired: bool = False
     lent: bool = False
     lasting: bool = False
     touched: float = 0.0
@@ -77,7 +78,6 @@ class StoreTwin:
         return Claim()
 
     def take(self, found: list[Entry], match: Any) -> Claim:
-        expired = False
         for entry in reversed(found):
             held, entry.held = entry.held, None
             if held is None:
@@ -87,11 +87,11 @@ class StoreTwin:
                 self.touch(entry)
                 return Claim(held, entry.decode, match=match, entry=entry)
             self.drop(held, "expired")
-            expired = True
+            entry.expired = True
         if not found:
             return Claim()
         self.touch(found[-1])
-        return Claim(None, None if match == "whole" else found[-1].decode, expired, match, found[-1])
+        return Claim(None, None if match == "whole" else found[-1].decode, found[-1].expired, match, found[-1])
 
     def put(
         self, names: Names, claim: Claim, decode: str, held: Held | None, *, response: str | None, again: bool
@@ -164,7 +164,7 @@ class StoreTwin:
                 for entry in takewhile(lambda e: e.held is not None and e.held.deadline <= now, line):
                     assert entry.held is not None
                     self.drop(entry.held, "expired")
-                    entry.held = None
+                    entry.held, entry.expired = None, True
 
     def clear(self) -> None:
         for entry in list(self.entries):
@@ -211,7 +211,7 @@ class StoreTwin:
         return [entry for entry, held in sorted(kept, key=lambda pair: (pair[1].proven, pair[0].kept_at))]
 
     def keep(self, entry: Entry, held: Held, at: float) -> None:
-        entry.held, entry.kept_at = held, at
+        entry.held, entry.kept_at, entry.expired = held, at, False
         while True:
             line = self.shelf(held.decode)
             blocks = sum(one.held.handle.blocks for one in line if one.held is not None)

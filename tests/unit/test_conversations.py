@@ -121,9 +121,11 @@ def test_a_handle_is_good_until_its_deadline_and_not_at_it(store, clock, dropped
     clock.now = 1010.0
     claim = store.claim(named("b"))
 
-    assert claim.held is None
-    assert claim.decode == DECODE
+    assert (claim.held, claim.decode, claim.expired) == (None, DECODE, True)
     assert dropped == [("b", "expired")]
+    turn(store, named("b"), held("again", 1020.0))
+    store.claim(named("b"))
+    assert not store.claim(named("b")).expired
 
 
 def test_what_is_too_old_goes_without_being_asked_for(store, clock, dropped):

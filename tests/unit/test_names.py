@@ -108,3 +108,9 @@ def test_a_response_without_messages_is_still_remembered_by_its_id():
     assert names is not None
     assert names.kept is None
     assert names.response("r") == Name("t", None, "response", "r")
+
+
+def test_of_a_very_long_list_the_longest_prefixes_are_looked_up():
+    names = named(messages=HI * 1000)
+    assert len(names.prefixes) == 256
+    assert names.prefixes[-2] == named(messages=HI * 999).prefixes[-1]

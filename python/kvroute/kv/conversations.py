@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _NAMES = 8  # of one entry: ids of responses, the last of which is the one that is continued
 _PREFIXES = 2  # of those, of its message list: the last turn's, and the turn's before, which is where a branch begins
 _NAMESAKES = 8  # conversations that began with the same messages
-_LOOKUPS = 256  # prefixes of a message list that are looked up: a turn adds a few messages
 
 Match = Literal["own", "whole", "prefix"]
 
@@ -97,11 +96,12 @@ class Store(Protocol):
 class _Entry:
     """One conversation, or, where only its messages name it, one turn of it that others may continue."""
 
-    __slots__ = ("decode", "held", "lasting", "lent", "names", "prefixes", "touched")
+    __slots__ = ("decode", "expired", "held", "lasting", "lent", "names", "prefixes", "touched")
 
     def __init__(self) -> None:
         self.decode = ""
         self.held: Held | None = None
+        self.expired = False
         self.lent = False
         self.lasting = False
         self.touched = 0.0
@@ -164,14 +164,13 @@ class MemoryStore:
         if names.own is not None:
             return self._take(self._index.get(names.own, ()), "own", now)
         whole = len(names.prefixes)
-        for length in range(whole, max(0, whole - _LOOKUPS), -1):
+        for length in range(whole, 0, -1):
             found = self._index.get(names.prefix(length))
             if found:
                 return self._take(found, "whole" if length == whole else "prefix", now)
         return Claim()
 
     def _take(self, found: list[_Entry] | tuple[()], match: Match, now: float) -> Claim:
-        expired = False
         for entry in reversed(found):
             held = entry.held
             if held is None:
@@ -182,14 +181,14 @@ class MemoryStore:
                 self._touch(entry, now)
                 return Claim(held, entry.decode, match=match, entry=entry)
             self._drop(held, "expired")
-            expired = True
+            entry.expired = True
         if not found:
             return Claim()
         entry = found[-1]
         self._touch(entry, now)
         # The same question again, from many clients at once perhaps: its engine has no more claim on it than others.
         decode = None if match == "whole" else entry.decode
-        return Claim(None, decode, expired, match, entry)
+        return Claim(None, decode, entry.expired, match, entry)
 
     def put(
         self, names: Names, claim: Claim, decode: str, held: Held | None, *, response: str | None = None, again: bool
@@ -257,6 +256,7 @@ class MemoryStore:
                 self._forget(entry, "expired")
         for shelf in self._shelves.values():
             for held in shelf.expired(now):
+                self._holders[held].expired = True
                 self._unkeep(held)
                 self._drop(held, "expired")
 
@@ -352,7 +352,7 @@ class MemoryStore:
         self._keep(entry, held)
 
     def _keep(self, entry: _Entry, held: Held, *, again: bool = False) -> None:
-        entry.held = held
+        entry.held, entry.expired = held, False
         self._holders[held] = entry
         shelf = self._shelves.setdefault(held.decode, Shelf())
         if again:

@@ -28,6 +28,7 @@ LONGEST_ID = 256
 # of which nothing could be reused, and whose handle would be taken for nothing.
 _CONTEXT = ("system", "instructions", "tools", "cache_salt")
 _INSTRUCTIONS = frozenset({"system", "developer"})
+_MOST_PREFIXES = 256  # the longest ones: a turn adds a few messages to the last
 _MOST_INSTRUCTIONS = 4  # messages; a longer list holds more than instructions
 
 
@@ -49,8 +50,8 @@ class Names:
         model: The model that is asked for.
         api: The API that is spoken, None for bodies that pass unread.
         own: The one name that is looked up; None when the messages are what there is to go by.
-        prefixes: Texts of ``messages`` names: one for each prefix of the message list, the shortest first; the last
-            one is for the whole list. Empty when there is no list, or when ``own`` is there.
+        prefixes: Texts of ``messages`` names: one for each of the longest prefixes of the message list, the shortest
+            first; the last one is for the whole list. Empty when there is no list, or when ``own`` is there.
         rememberable: Whether the whole list may become a name: it says more than what many conversations begin with.
     """
 
@@ -62,7 +63,7 @@ class Names:
     rememberable: bool = True
 
     def prefix(self, length: int) -> Name:
-        """The name of the first ``length`` messages."""
+        """The name of the first ``length`` messages; counted from where ``prefixes`` begin."""
         return Name(self.tenant, self.model, "messages", self.prefixes[length - 1])
 
     def response(self, response_id: str) -> Name:
@@ -135,7 +136,7 @@ def _prefixes(body: Body, api: Api) -> list[bytes]:
         context.update(b"%d:" % len(raw))
         context.update(raw)
     start = context.digest()
-    return [start + digest for digest in digests]
+    return [start + digest for digest in digests[-_MOST_PREFIXES:]]
 
 
 def _says_more_than_instructions(body: Body) -> bool:
