@@ -145,3 +145,16 @@ async def test_text_parts_are_text_and_media_leave_no_record(fleet, client):
         # Nobody could read it, so nobody waits for it.
         assert gateway.metric("kvroute_kv_handles_total", fate="unverifiable") == 1
         await until(lambda: gateway.metric(RELEASES, direction="decode_to_prefill", outcome="sent") == 1)
+
+
+async def test_a_fault_of_the_gateways_costs_the_record_and_not_the_turn(fleet, client, monkeypatch):
+    def fault(*_args, **_members):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("kvroute.http.decode.recorded", fault)
+    async with running(**pair(fleet)) as gateway:
+        talk = Talk(fleet, client, gateway, conversation_id="c1")
+        await talk.say(FIRST)
+        await talk.say("six")
+
+        assert gateway.metric("kvroute_kv_records_total", outcome="error") == 2

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from kvroute import log
 from kvroute.cli.findings import findings, summary
-from kvroute.cli.hearing import hearing
 from kvroute.cli.options import fleet_options, settings_from
 from kvroute.http.gateway import Gateway
 from kvroute.tokens import TokenizerError
@@ -54,11 +53,9 @@ def check(**options: Any) -> None:
 async def _probe(settings: Settings) -> tuple[list[str], list[Finding]]:
     gateway = Gateway(settings)
     try:
-        async with gateway.monitor, gateway.listener:
+        async with gateway.monitor:
             await gateway.monitor.first_round()
             await gateway.prompts.settled()
-            await gateway.listener.settled()
-            heard = list(hearing(settings, gateway.fleet))
-        return list(summary(gateway.fleet)), [*findings(settings, gateway.fleet, gateway.prompts), *heard]
+        return list(summary(gateway.fleet)), findings(settings, gateway.fleet, gateway.prompts)
     finally:
         await gateway.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvroute.plan.plan import Plan
     from kvroute.upstream import Tap, Timeouts, TokenIds
 
+_log = logging.getLogger("kvroute.decode")
 _USUAL_DECODER_TTL = 480.0  # of an engine that does not say its own: vLLM's default
 
 
@@ -241,6 +243,9 @@ class DecodeLeg:
             )
         except NoRecord as error:
             outcome = error.reason
+        except Exception:  # noqa: BLE001 - whatever it is, the client has its answer, and no record costs only the reuse
+            _log.exception("a handle of %s gets no record: a fault in the gateway", endpoint.url)
+            outcome = "error"
         self._gateway.metrics.records.labels(outcome).inc()
         return handle
 
