@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine.engines import DECODE, PREFILL, UNIDIRECTIONAL, UNVERIFIED
+from tests.engine.engines import CRAMPED, CRAMPED_BLOCKS, DECODE, PREFILL, UNIDIRECTIONAL, UNVERIFIED
 from tests.engine.fixtures import FIXTURES, Pool, warm_up
 
 from .simulated import like, simulating
@@ -55,6 +56,18 @@ def unverified(target: str, request: pytest.FixtureRequest, pool: Pool, pair: Pa
 def unidirectional(target: str, request: pytest.FixtureRequest, pool: Pool, pair: Pair) -> Served:
     """A prefill engine that does not read back, for the same decode engine."""
     return _another("unidirectional", target, request, pool, pair)
+
+
+@pytest.fixture(scope="session")
+def cramped(target: str, pool: Pool) -> Iterator[Pair]:
+    """Two plain engines that evict all the time, and tell of it."""
+    if target == "real":
+        first, second = pool.engines(*FIXTURES["cramped"])
+        yield first, second
+        return
+    specs = [dataclasses.replace(like(spec), num_gpu_blocks=CRAMPED_BLOCKS, max_model_len=1024) for spec in CRAMPED]
+    with simulating(specs) as (one, two):
+        yield one, two
 
 
 def _another(name: str, target: str, request: pytest.FixtureRequest, pool: Pool, pair: Pair) -> Served:

@@ -81,6 +81,20 @@ UNVERIFIED = EngineSpec("unverified", "prefill", verify=False, prefix_caching=Fa
 UNIDIRECTIONAL = EngineSpec("unidirectional", "prefill", bidirectional=False)
 UNCACHED = EngineSpec("uncached", "prefill", prefix_caching=False, load_failure="recompute")
 WIDE = EngineSpec("wide", "both", block_size=64)
+CRAMPED_BLOCKS = 48
+CRAMPED = tuple(
+    EngineSpec(
+        name,
+        "both",
+        plugin=False,
+        connector=False,
+        events=True,
+        arguments=("--num-gpu-blocks-override", str(CRAMPED_BLOCKS), "--max-model-len", "1024"),
+        environment=(("VLLM_SERVER_DEV_MODE", "1"),),
+    )
+    for name in ("cramped-1", "cramped-2")
+)
+"""Two plain engines with so little KV memory that they evict all the time, and tell of it."""
 
 
 @dataclass(slots=True)

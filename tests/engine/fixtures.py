@@ -13,6 +13,7 @@ import pytest
 
 from . import environment, model
 from .engines import (
+    CRAMPED,
     DECODE,
     PLAIN_DECODE,
     PLAIN_PREFILL,
@@ -47,6 +48,7 @@ FIXTURES: dict[str, tuple[EngineSpec, ...]] = {
     "unidirectional": (UNIDIRECTIONAL,),
     "uncached": (UNCACHED,),
     "wide": (WIDE,),
+    "cramped": CRAMPED,
 }
 """Which engines a fixture of this name stands for. All that a run needs start together, which is much faster."""
 

@@ -307,6 +307,50 @@ async def test_mt_10_only_the_last_turn_of_a_conversation_is_held():
     assert sent(prefill) == [None, "d1-1", "d1-2", "d1-3", "d1-4"]
 
 
+def released(prefill: Engine) -> list[str]:
+    """The handles whose blocks this engine was asked to have freed."""
+    return [asks(call)["remote_request_id"] for call in prefill.releases]
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [{"conversations__max_handles_per_endpoint": 2}, {"conversations__max_entries": 2}],
+    ids=["handles", "conversations"],
+)
+async def test_mt_10_what_is_held_beyond_a_limit_is_released_the_oldest_first(limit):
+    prefill, decode = pair()
+    async with over(prefill=[prefill], decode=[decode], **limit) as gateway:
+        for name in "abcd":
+            await ask(gateway, turn(name))
+        await until(lambda: gateway.metric("kvroute_pinned_blocks", endpoint=decode.url) == 2 * 3)
+        assert released(prefill) == ["d1-1", "d1-2"]
+        for name in "ad":
+            await ask(gateway, turn(name))
+    assert sent(prefill)[4:] == [None, "d1-4"]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "left"),
+    [("", 400, ["m", "lora"]), ("?model=lora", 204, ["m"]), ("?model=x", 404, ["m", "lora"])],
+)
+async def test_mt_10_a_client_ends_a_conversation_of_one_model(query, status, left):
+    prefill, decode = pair()
+    for engine in (prefill, decode):
+        engine.models = ["m", "lora"]
+    async with over(prefill=[prefill], decode=[decode]) as gateway:
+        for model in engine.models:
+            await ask(gateway, turn().replace(b'"m"', b'"%b"' % model.encode()))
+        async with client_of(gateway) as client:
+            answer = await client.request("DELETE", target=f"/conversations/c{query}")
+            assert answer.status == status
+        assert gateway.gateway.store.handles == len(left)
+        if status == 204:
+            await until(lambda: released(prefill) == ["d1-2"])
+        for model in left:
+            await ask(gateway, turn().replace(b'"m"', b'"%b"' % model.encode()))
+    assert [name is not None for name in sent(prefill)] == [False, False, *[True] * len(left)]
+
+
 # -- MT-11: the last turn's decode engine is gone ----------------------------------------------------------------------
 
 

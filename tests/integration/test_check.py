@@ -10,8 +10,10 @@ from click.testing import CliRunner
 from kvroute import __version__
 from kvroute.cli import main
 from kvroute.cli.findings import findings, summary
+from kvroute.cli.hearing import hearing
 from kvroute.sim import EngineSpec, SimFleet
-from tests.support.gateway import running
+from tests.support.gateway import running, until
+from tests.support.publisher import Publisher
 
 PREFILL, DECODE = EngineSpec("p", "prefill"), EngineSpec("d", "decode")
 
@@ -100,6 +102,53 @@ async def test_differing_digest_schemes_are_named():
         items = findings(gateway.gateway.settings, gateway.gateway.fleet)
 
     assert any("plugin versions differ in their digests" in line for line in lines(items, "warning"))
+
+
+async def heard(specs, **settings):
+    """What is found about how engines are heard."""
+    async with SimFleet(specs, time_scale=0) as fleet, running(endpoints=fleet.urls(), **settings) as gateway:
+        await gateway.gateway.listener.settled()
+        return list(hearing(gateway.gateway.settings, gateway.gateway.fleet))
+
+
+@pytest.mark.parametrize(("mode", "level"), [("auto", []), ("on", ["warning"]), ("off", [])])
+async def test_an_engine_without_kv_events_is_named_where_they_are_wanted(mode, level):
+    items = await heard([EngineSpec("e")], signals__kv_events=mode)
+
+    assert [item.level for item in items] == level
+    assert all("publishes no KV events" in item.line() for item in items)
+
+
+async def test_engines_whose_kv_events_are_heard_are_named():
+    (item,) = await heard([EngineSpec("e", events=True, dp_size=2)])
+
+    assert (item.level, item.what) == ("ok", "its KV events are heard (2 ranks, 0 batches so far)")
+
+
+@pytest.mark.parametrize(
+    ("replay", "words"),
+    [("hanging", "does not replay"), (None, "cannot be reached")],
+)
+async def test_kv_events_that_cannot_be_heard_are_named(tmp_path, replay, words):
+    async with SimFleet([EngineSpec("e")], time_scale=0) as fleet, Publisher(replay="hanging") as publisher:
+        live = publisher.live if replay else "tcp://127.0.0.1:1"
+        engine = {"url": fleet["e"].url, "kv_events": live, "kv_events_replay": publisher.again}
+        file = tmp_path / "kvroute.yaml"
+        file.write_text(yaml.safe_dump({"endpoints": [engine]}))
+        async with running(file=file) as gateway:
+            if replay:
+                await until(lambda: publisher.asked == [0])
+            (item,) = hearing(gateway.gateway.settings, gateway.gateway.fleet)
+
+    assert item.level == "warning"
+    assert words in item.line()
+
+
+async def test_hearing_without_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("kvroute.cli.hearing.find_spec", lambda _: None)
+    (item,) = await heard([EngineSpec("e")])
+
+    assert "kvroute[events]" in item.line()
 
 
 def tokenizers(text):

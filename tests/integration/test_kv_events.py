@@ -4,6 +4,7 @@ import struct
 from contextlib import asynccontextmanager
 
 import pytest
+from blockbuster import blockbuster_ctx
 
 from kvroute.config import EndpointSettings, Settings, SignalSettings
 from kvroute.fleet import Endpoint, Fleet
@@ -14,6 +15,12 @@ from tests.support.gateway import until
 from tests.support.publisher import TOPIC, Publisher, pack, removed, stored
 
 URL = "http://127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks_the_loop():
+    with blockbuster_ctx("kvroute"):
+        yield
 
 
 class Announcing:
@@ -226,6 +233,32 @@ async def test_what_a_replay_dropped_on_its_way_is_asked_for_again(publisher):
         assert publisher.asked == [0, 4]
         assert one.hearing.gaps == {}
         assert one.hearing.ranks[0].whole
+
+
+async def test_the_last_batch_of_all_is_missed_too(publisher, monkeypatch):
+    monkeypatch.setattr("kvroute.fleet.events.subscription._SILENCE", 0.02)
+    fill(publisher, 0)
+    async with heard(publisher) as one:
+        publisher.lose(1, removed(0))
+        await until(lambda: one.blocks == set())
+        await until(lambda: one.hearing.gaps == {"recovered": 1})
+        # One batch each time, and none of them counts twice.
+        asked = len(publisher.asked)
+        await until(lambda: len(publisher.asked) > asked + 1)
+
+        assert one.batches() == 2
+        assert one.hearing.gaps == {"recovered": 1}
+
+
+async def test_a_run_that_began_in_silence_is_a_restart(publisher, monkeypatch):
+    monkeypatch.setattr("kvroute.fleet.events.subscription._SILENCE", 0.02)
+    fill(publisher, 0, 1, 2)
+    async with heard(publisher) as one:
+        publisher.kept.clear()
+        publisher.lose(0, stored(100))
+        await until(lambda: one.blocks == {100})
+
+        assert one.restarts == [0]
 
 
 async def test_repeats_are_not_applied_twice(publisher):

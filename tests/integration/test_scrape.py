@@ -4,12 +4,19 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
+from blockbuster import blockbuster_ctx
 
 from kvroute.sim import SimFleet
 from tests.field.fleet import Engine
 from tests.support.gateway import running, until
 from tests.support.scripted import STALL, json_reply, reply
 from tests.support.simulated import both
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks_the_loop():
+    with blockbuster_ctx("kvroute"):
+        yield
 
 
 class Loaded(Engine):

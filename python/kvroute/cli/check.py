@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvroute import log
 from kvroute.cli.findings import findings, summary
+from kvroute.cli.hearing import hearing
 from kvroute.cli.options import fleet_options, settings_from
 from kvroute.http.gateway import Gateway
 from kvroute.tokens import TokenizerError
@@ -53,9 +54,11 @@ def check(**options: Any) -> None:
 async def _probe(settings: Settings) -> tuple[list[str], list[Finding]]:
     gateway = Gateway(settings)
     try:
-        async with gateway.monitor:
+        async with gateway.monitor, gateway.listener:
             await gateway.monitor.first_round()
             await gateway.prompts.settled()
-        return list(summary(gateway.fleet)), findings(settings, gateway.fleet, gateway.prompts)
+            await gateway.listener.settled()
+            heard = list(hearing(settings, gateway.fleet))
+        return list(summary(gateway.fleet)), [*findings(settings, gateway.fleet, gateway.prompts), *heard]
     finally:
         await gateway.close()

@@ -139,7 +139,7 @@ _FEATURES = {
     "verify_digests": "handles are discarded, every prompt is prefilled from scratch",
     "export_digests": "handles carry nothing to verify and are discarded",
     "stream_params": "streamed chat and completions return no handle, their next turn is prefilled from scratch",
-    "hold": "blocks of one-shot requests stay held on the decode engine until its TTL",
+    "hold": "blocks that no next turn can read stay held on the decode engine until a release or its TTL",
 }
 
 

@@ -34,6 +34,7 @@ _ASK_AGAIN = 30.0
 # Seconds after a session that failed, doubled with each failure.
 _BACK_OFF, _BACK_OFF_MOST = 0.5, 30.0
 _WATCH_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
 
 
 class Listener:
@@ -66,6 +67,8 @@ class Listener:
         self._index = index
         self._on_restart = on_restart
         self._changed = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
+        # Engines that said that they publish no events.
+        self._silent: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._wire: Wire | None = None
         self._replays: Replays | None = None
@@ -90,6 +93,17 @@ class Listener:
                 endpoint.watchers.remove(self._changed[endpoint.url].set)
         if self._wire is not None:
             await self._wire.close()
+
+    async def settled(self) -> None:
+        """Return when every engine that takes part is heard, or will not be within the time of a replay."""
+        with suppress(TimeoutError, asyncio.TimeoutError):
+            async with timeout(self._settings.replay_timeout_seconds):
+                while self._tasks and not all(map(self._is_settled, self._fleet.endpoints)):  # noqa: ASYNC110 - asked once
+                    await asyncio.sleep(_LOOK_SECONDS)
+
+    def _is_settled(self, endpoint: Endpoint) -> bool:
+        heard = endpoint.hearing.state
+        return not endpoint.healthy or heard == "live" or (heard == "off" and endpoint.url in self._silent)
 
     async def _attend(self, endpoint: Endpoint) -> None:
         changed = self._changed[endpoint.url]
@@ -127,6 +141,7 @@ class Listener:
         tree = await self._probe.kv_event_sources(endpoint)
         found = announced(tree, endpoint.origin.host) if tree is not None else []
         endpoint.hearing.wanted = bool(found) or self._settings.kv_events == "on"
+        (self._silent.discard if found else self._silent.add)(endpoint.url)
         return found
 
     async def _session(self, endpoint: Endpoint, sources: list[Source]) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvroute.fleet")
 # Seconds that batches are applied in one go before requests get a turn.
 _SLICE = 0.002
+# Seconds without a batch after which is asked whether one was lost.
+_SILENCE = 10.0
 # Seconds between two connections, doubled with each that did not last.
 _RECONNECT, _RECONNECT_MOST, _STEADY = 0.1, 10.0, 5.0
 # Seconds after a failed replay in which none is asked for, doubled with each failure.
@@ -101,6 +103,7 @@ class Subscription:
         self._replays = replays
         self._grace = grace
         self._sequence = Sequence()
+        self._losses = 0
         self._replay_failures = 0
         self._no_replay_before = 0.0
         self._away_since: float | None = None
@@ -120,11 +123,19 @@ class Subscription:
                     await self._catch_up()
                     while feed.look() == "connected":
                         await self._drain(feed)
-                        await readable(feed, feed.monitor)
+                        await self._more(feed)
                     self._away_since = time.monotonic()
             self._rank.state = "gap"
             flaps = 0 if time.monotonic() - began > _STEADY else flaps + 1
             await asyncio.sleep(min(_RECONNECT * 2.0**flaps, _RECONNECT_MOST) * random.uniform(0.5, 1.0))  # noqa: S311
+
+    async def _more(self, feed: Feed) -> None:
+        """Wait for a batch; in a long silence ask whether there was one: the last of all has none behind it to tell."""
+        try:
+            async with timeout(_SILENCE):
+                await readable(feed, feed.monitor)
+        except (TimeoutError, asyncio.TimeoutError):
+            await self._compare()
 
     async def _connected(self, feed: Feed) -> None:
         """Return when the connection is there, or has failed for good; refused ones are tried again by libzmq."""
@@ -147,23 +158,32 @@ class Subscription:
 
     async def _catch_up(self) -> None:
         """Fetch what was missed while nothing was connected, and see that it is the same run."""
-        last, lost = self._sequence.last, self._hearing.gaps["forgotten"]
+        first = self._sequence.last is None
         self._rank.state = "replaying"
-        came = await self._replay(0 if last is None else last)
-        if last is None:
-            if came == 0:
-                self._sequence.expect_first()
-                self._rank.whole = True
-        elif came is None:
+        came = await self._compare()
+        if first and came == 0:
+            self._sequence.expect_first()
+            self._rank.whole = True
+        elif not first and came is None:
             self._lost("batches may have passed unheard")
-        elif not came:
-            # The last batch is always among those kept.
-            raise RestartedError
-        elif self._sequence.last != last and self._hearing.gaps["forgotten"] == lost:
-            self._hearing.gaps["recovered"] += 1
         if self._rank.whole:
             self._index.add(self._url, self._source.rank)
         self._rank.state = "live"
+
+    async def _compare(self) -> int | None:
+        """Ask for the last batch that was applied and all behind it, and apply what was missed.
+
+        Returns:
+            How many came; None when there was no replay.
+        """
+        last, losses = self._sequence.last, self._losses
+        came = await self._replay(0 if last is None else last)
+        if last is not None and came == 0:
+            # The last batch is always among those kept.
+            raise RestartedError
+        if last is not None and came is not None and self._sequence.last != last and self._losses == losses:
+            self._hearing.gaps["recovered"] += 1
+        return came
 
     async def _drain(self, feed: Feed) -> None:
         began = time.monotonic()
@@ -187,11 +207,11 @@ class Subscription:
     async def _fill(self, number: int, payload: bytes) -> None:
         """Fetch the batches before this one, which is held meanwhile, and apply it if they did not include it."""
         self._rank.state = "replaying"
-        lost = self._hearing.gaps["forgotten"]
+        losses = self._losses
         await self._replay(self._sequence.next)
         if self._sequence.judge(number, payload) == "gap":
             self._lost(f"batches {self._sequence.next} to {number - 1} are missing")
-        if self._hearing.gaps["forgotten"] == lost:
+        if self._losses == losses:
             self._hearing.gaps["recovered"] += 1
         self._take(number, payload)
         self._rank.state = "live"
@@ -257,6 +277,7 @@ class Subscription:
                 hearing.faults["event"] += applied.malformed
 
     def _lost(self, reason: str) -> None:
+        self._losses += 1
         self._hearing.gaps["forgotten"] += 1
         self._sequence.give_up()
         self._forget(reason)

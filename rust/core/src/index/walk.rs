@@ -63,56 +63,43 @@ impl<'a> Prompt<'a> {
     }
 }
 
-/// How far one holder follows a prompt.
+/// How far one holder follows a prompt, in one word: a walk goes through all of them at each step.
 ///
 /// In the GPU that is the unbroken run of blocks there. A tier reaches as far as each block is in it, or in the GPU's run, or
 /// in the CPU tier: that is how far a load from it can bring a request.
 #[derive(Debug, Clone, Copy)]
-pub struct Run {
-    /// The step that it takes next, unless it is out.
+struct Run {
+    /// The step that it takes next.
     next: u32,
     /// Tiers that reach up to there.
     alive: Tiers,
     /// Tiers that have any of the blocks.
     has: Tiers,
-    /// In blocks, for tiers that are not alive.
-    ends: [u32; MAX_TIERS],
 }
 
 impl Run {
-    /// Of a holder that takes no part.
-    pub const OUT: Self = Self {
-        next: 0,
+    /// Takes no part: there is no such step.
+    const OUT: Self = Self {
+        next: u32::MAX,
         alive: 0,
         has: 0,
-        ends: [0; MAX_TIERS],
     };
     const START: Self = Self {
+        next: 0,
         alive: Tiers::MAX,
-        ..Self::OUT
+        has: 0,
     };
 
-    /// Takes what the holder has of the block at `at`; whether any tier goes on, and whether they are the same as before.
-    fn step(&mut self, step: u32, at: u32, tiers: Tiers) -> (bool, bool) {
-        if self.alive == 0 || self.next != step {
-            return (false, true);
+    /// After a block in these tiers.
+    const fn after(self, tiers: Tiers) -> Self {
+        let is_everywhere = (self.alive & tiers & GPU_BIT) | (tiers & CPU_BIT) != 0;
+        let everywhere = if is_everywhere { !GPU_BIT } else { 0 };
+        let alive = self.alive & (tiers | everywhere);
+        Self {
+            next: if alive == 0 { u32::MAX } else { self.next + 1 },
+            alive,
+            has: self.has | (tiers & alive),
         }
-        let in_gpu = self.alive & tiers & GPU_BIT != 0;
-        let everywhere = if in_gpu || tiers & CPU_BIT != 0 {
-            !GPU_BIT
-        } else {
-            0
-        };
-        let reached = self.alive & (tiers | everywhere);
-        let has = self.has | (tiers & reached);
-        let same = reached == self.alive && has == self.has;
-        let mut ended = self.alive & !reached;
-        while ended != 0 {
-            self.ends[ended.trailing_zeros() as usize] = at;
-            ended &= ended - 1;
-        }
-        (self.alive, self.has, self.next) = (reached, has, step + 1);
-        (reached != 0, same)
     }
 }
 
@@ -123,6 +110,8 @@ impl Run {
 #[derive(Debug)]
 pub struct Walk {
     runs: Vec<Run>,
+    /// In blocks, for tiers that are not alive.
+    ends: Vec<[u32; MAX_TIERS]>,
     /// The block at which each step began.
     steps: Vec<u32>,
     /// Blocks that were passed.
@@ -134,6 +123,7 @@ impl Walk {
     pub fn new(holders: usize) -> Self {
         Self {
             runs: vec![Run::OUT; holders],
+            ends: vec![[0; MAX_TIERS]; holders],
             steps: Vec::new(),
             blocks: 0,
         }
@@ -166,30 +156,39 @@ impl Walk {
         }
     }
 
+    /// Takes a block that differs from the one before; whether any holder goes on, and whether all do as they did.
     fn step(&mut self, holdings: &[Holding]) -> (bool, bool) {
         #[allow(clippy::cast_possible_truncation)] // prompts are shorter
         let step = self.steps.len() as u32;
         self.steps.push(self.blocks);
-        let (mut any, mut all_same) = (false, true);
+        let (mut alive, mut all_same) = (0, true);
         for &one in holdings {
             let (holder, tiers) = parts(one);
-            if let Some(run) = self.runs.get_mut(usize::from(holder)) {
-                let (goes_on, same) = run.step(step, self.blocks, tiers);
-                any |= goes_on;
-                all_same &= same;
+            let holder = usize::from(holder);
+            let Some(run) = self.runs.get_mut(holder).filter(|run| run.next == step) else {
+                continue;
+            };
+            let before = std::mem::replace(run, run.after(tiers));
+            alive |= run.alive;
+            all_same &= (before.alive, before.has) == (run.alive, run.has);
+            let mut ended = before.alive & !run.alive;
+            while ended != 0 {
+                self.ends[holder][ended.trailing_zeros() as usize] = self.blocks;
+                ended &= ended - 1;
             }
         }
-        (any, all_same)
+        (alive != 0, all_same)
     }
 
     /// How many blocks a tier of a holder reaches; 0 if it has none of them itself.
     pub fn blocks(&self, holder: Holder, tier: usize) -> u32 {
-        let run = &self.runs[usize::from(holder)];
+        let holder = usize::from(holder);
+        let run = self.runs[holder];
         let bit = 1 << tier;
         if run.has & bit == 0 {
             0
         } else if run.alive & bit == 0 {
-            run.ends[tier]
+            self.ends[holder][tier]
         } else {
             // It went on to the step at which it was missing, or to the end.
             let missing = self.steps.get(run.next as usize);
