@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvroute.fleet import Endpoint, Fleet
     from kvroute.kv.ledger import Ledger
 
+_TOKENS = (0, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 _SHORT_SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -61,6 +62,17 @@ class Metrics:
         )
         self.whole = counter(
             "pd_whole", "Requests that a disaggregated fleet served whole on a decode engine.", "reason"
+        )
+        self.selective = counter(
+            "selective_kv_decisions",
+            "Legs by what the selective KV policy decided about loads, or why its decision has no effect.",
+            "reason",
+        )
+        self.external_tokens = Histogram(
+            "kvroute_selective_kv_external_tokens",
+            "Tokens of a leg's prompt that its engine holds outside of GPU memory, where that is known.",
+            buckets=_TOKENS,
+            registry=registry,
         )
         self.paths = counter(
             "pd_path",

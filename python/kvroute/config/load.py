@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -101,14 +101,19 @@ def _assign(tree: dict[str, Any], path: Sequence[str], text: str, *, source: str
 def _exists(path: Sequence[str]) -> bool:
     model: type[BaseModel] = Settings
     for position, name in enumerate(path):
-        field = model.model_fields.get(name)
+        field = next((field for known, field in model.model_fields.items() if name in {known, field.alias}), None)
         if field is None:
             return False
         if position == len(path) - 1:
             return True
-        if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        sections = [
+            kind
+            for kind in (field.annotation, *get_args(field.annotation))  # an optional section has its type among these
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        if not sections:
             return False
-        model = field.annotation
+        model = sections[0]
     return False
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic.alias_generators import to_camel
 
 from kvroute.config.addresses import per_rank, reachable
 from kvroute.upstream.origin import Origin
@@ -252,6 +253,43 @@ class Routing(Section):
     connect_attempts: int = Field(3, ge=1, le=16, description="engines tried for one request before anything was sent")
 
 
+class SelectiveKv(Section):
+    """Whether requests may load KV from CPU and storage tiers and offload to them; the names are llm-d's.
+
+    Their spelling in camel case is accepted too.
+    """
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+
+    load_policy: Literal["preserve", "disable", "threshold"] = Field(
+        "preserve",
+        description="preserve: the client's max_load_tokens goes on; disable: 0; threshold: loading is allowed or "
+        "forbidden by what there is to load and by the engine's queue",
+    )
+    offload_policy: Literal["preserve", "disable"] = Field(
+        "preserve", description="preserve: the client's max_offload_tokens goes on; disable: 0"
+    )
+    min_external_reusable_tokens: int | None = Field(
+        None, ge=1, le=2**40, description="tokens outside GPU memory from which loading them is allowed; for threshold"
+    )
+    max_waiting_requests: int = Field(
+        0,
+        ge=0,
+        le=2**31,
+        description="smoothed waiting queue of an engine at which loads are forbidden until it is half; 0: none",
+    )
+
+    @model_validator(mode="after")
+    def _is_a_policy(self) -> SelectiveKv:
+        if self.load_policy == self.offload_policy == "preserve":
+            raise ValueError("load_policy and offload_policy are both preserve: set one, or leave selective_kv out")
+        if self.load_policy == "threshold" and self.min_external_reusable_tokens is None:
+            raise ValueError("min_external_reusable_tokens: load_policy threshold needs it, above 0")
+        if self.load_policy != "threshold" and self.max_waiting_requests:
+            raise ValueError("max_waiting_requests: only load_policy threshold has a gate")
+        return self
+
+
 class PrefillDecode(Section):
     """How the two legs of a disaggregated request behave."""
 
@@ -372,6 +410,7 @@ class Settings(Section):
     health: Health = Health()
     signals: SignalSettings = SignalSettings()
     routing: Routing = Routing()
+    selective_kv: SelectiveKv | None = None
     pd: PrefillDecode = PrefillDecode()
     conversations: Conversations = Conversations()
     tokenize: Tokenize = Tokenize()

@@ -31,6 +31,7 @@ class Fleet:
                 api_key=item.api_key.get_secret_value() if item.api_key is not None else None,
                 models=item.models,
                 declared=Declared(item.bidirectional_kv_xfer, item.kv_layout),
+                max_waiting=settings.selective_kv.max_waiting_requests if settings.selective_kv is not None else 0,
                 max_age=settings.signals.max_age_seconds,
             )
             for item in settings.endpoints

@@ -84,7 +84,7 @@ class DecodeLeg:
 
     def _leave(self, endpoint: Endpoint) -> None:
         self._sent = True
-        self._gateway.recent.note(self._plan.prefixes, endpoint.url)
+        self._gateway.recent.note(self._plan.question.prefixes, endpoint.url)
 
     def _abandon(self, *, free: bool) -> None:
         if self._handoff is None or self._prefilled.endpoint is None:

@@ -118,7 +118,7 @@ class Dispatcher:
         self._check_model(incoming.model)
         store = self._gateway.store if self._gateway.settings.conversations.enabled else None
         with Turn(store, self._names(incoming)) as turn:
-            question = ask(self._gateway, incoming, turn.claim.decode)
+            question = await ask(self._gateway, incoming, turn.claim.decode)
             plan = self._plan(incoming, question, direct=self._direct(incoming, turn.held))
             if plan.mode == "direct":
                 answer = await serve_direct(self._gateway, incoming, plan, turn)

@@ -17,6 +17,7 @@ from kvroute.http.errors import GatewayError
 from kvroute.http.release import Releases
 from kvroute.kv.conversations import Limits, MemoryStore
 from kvroute.kv.ledger import Ledger
+from kvroute.kv.selective import Selective
 from kvroute.metrics import Metrics
 from kvroute.plan.recent import Recent
 from kvroute.plan.reuse import Acting, acting
@@ -81,6 +82,7 @@ class Gateway:
             weights=Weights(tiers=routing.tier_weights, running=routing.running_tokens, waiting=routing.waiting_tokens),
             session_tokens=routing.session_tokens,
         )
+        self.selective = Selective(settings.selective_kv)
         self.recent = Recent(max_entries=routing.remember_prefixes, ttl=routing.remember_seconds)
         for endpoint in self.fleet.endpoints:
             endpoint.watchers.append(partial(self.recent.forget, endpoint.url))

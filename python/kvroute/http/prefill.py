@@ -11,6 +11,7 @@ import orjson
 
 from kvroute._core import Body, BodyError
 from kvroute.http.reuse_count import ReuseCount
+from kvroute.http.selective import leg_policy
 from kvroute.http.verification import Offer, verify
 from kvroute.kv.decoded import NoRecord, ids_wanted, keys_of, sealed
 from kvroute.kv.params import Handle, prefill_params, read_handle
@@ -185,12 +186,13 @@ class PrefillLeg:
         assert incoming.api is not None
         assert incoming.body is not None
         recipe = RECIPES[incoming.api]
+        policy = leg_policy(self._gateway, incoming, self._plan, endpoint)
         self._asked_prompt = (offer is not None and offer.prompt is not None) or self._prompt_wanted(endpoint)
         if offer is None or offer.action == "drop":
-            return recipe.apply(incoming.body, prefill_params(incoming.policy), token_ids=self._asked_prompt)
+            return recipe.apply(incoming.body, prefill_params(policy), token_ids=self._asked_prompt)
         decode = self._gateway.fleet.get(offer.held.decode)
         params = prefill_params(
-            incoming.policy,
+            policy,
             handle=offer.handle,
             discard=offer.action == "discard",
             unverified=self._gateway.settings.conversations.verify == "off",
@@ -270,7 +272,7 @@ class PrefillLeg:
         self._gateway.releases.handoff(handoff, endpoint, avoid=())
 
     def _leave(self, endpoint: Endpoint, offer: Offer | None) -> None:
-        self._gateway.recent.note(self._plan.prefixes, endpoint.url)
+        self._gateway.recent.note(self._plan.question.prefixes, endpoint.url)
         self._spend(offer)
 
     def _spend(self, offer: Offer | None) -> None:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
+
+import orjson
 
 from kvroute.plan.history import context_of
 from kvroute.plan.recent import Prefixes
 from kvroute.plan.router import Question
+from kvroute.tokens import NoTokens
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvroute._core import Body
+    from kvroute.config import Role
+    from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
+    from kvroute.tokens import Tokens
 
 # Of English text and JSON in the tokenizers of today's models; what is estimated so only weighs engines.
 _BYTES_PER_TOKEN = 4
 
 
-def ask(gateway: Gateway, incoming: Incoming, session: str | None) -> Question:
-    """Put a request's question together from what the gateway remembers.
+async def ask(gateway: Gateway, incoming: Incoming, session: str | None) -> Question:
+    """Put a request's question together.
 
     Args:
         gateway: The gateway.
@@ -25,18 +35,77 @@ def ask(gateway: Gateway, incoming: Incoming, session: str | None) -> Question:
         session: URL of the engine that served the conversation's last turn.
     """
     body, policy = incoming.body, gateway.router.policy
-    if body is None or policy in {"round_robin", "least_loaded"}:
-        return Question(model=incoming.model, session=session)
+    question = Question(model=incoming.model, session=session)
+    if body is None or incoming.api is None:
+        return question
+    if policy in {"prefix_affinity", "consistent_hash"}:
+        question = _by_text(gateway, incoming, body, question)
+    if policy == "prefix_affinity" or gateway.selective.needs_evidence:
+        found = await _tokens(gateway, incoming, body)
+        if found is not None:
+            held = _held(gateway, incoming, body, found)
+            question = dataclasses.replace(question, tokens=len(found.ids), counted=True, held=held)
+    return question
+
+
+def _by_text(gateway: Gateway, incoming: Incoming, body: Body, question: Question) -> Question:
     prefixes = Prefixes.of(body, context_of(body))
     conversation = incoming.conversation
-    # What begins alike belongs together; the first prefix of a chat is its first message.
-    key = (
-        conversation.encode("utf-8", "surrogateescape")
-        if conversation is not None
-        else prefixes.keys[0]
-        if prefixes.keys
-        else incoming.raw
-    )
-    guessed = gateway.recent.match(prefixes, gateway.heard()) if policy == "prefix_affinity" else {}
+    if conversation is not None:
+        key = conversation.encode("utf-8", "surrogateescape")
+    else:
+        # What begins alike belongs together; the first prefix of a chat is its first message.
+        key = prefixes.keys[0] if prefixes.keys else incoming.raw
+    guessed = gateway.recent.match(prefixes, gateway.heard())
     tokens = len(incoming.raw) // _BYTES_PER_TOKEN
-    return Question(incoming.model, tokens, {}, guessed, session, key, prefixes)
+    return dataclasses.replace(question, tokens=tokens, guessed=guessed, key=key, prefixes=prefixes)
+
+
+async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> Tokens | None:
+    """The prompt's tokens, where they help: somebody's KV events are heard, and a source is there within its budget."""
+    role: Role = "prefill" if gateway.settings.disaggregated else "both"
+    engines = gateway.fleet.able(role, incoming.model)
+    if not any(engine.hearing.state == "live" for engine in engines):
+        return None
+    try:
+        return await gateway.prompts.of(engines[0], incoming.api, body, incoming.headers_for(engines[0]))
+    except NoTokens:
+        return None  # counted there; routing goes on by load, by session and by where the text was sent
+
+
+def _held(gateway: Gateway, incoming: Incoming, body: Body, tokens: Tokens) -> Mapping[str, Mapping[str, int]]:
+    """What each engine that is heard has of the prompt.
+
+    Of several data-parallel ranks the one that has most counts, since the engine may pick it; for a decision about
+    loads, which may meet another rank, there is then no evidence (see `Question.certain`).
+    """
+    salt = orjson.loads(body.raw("cache_salt") or b"null")
+    matched = gateway.index.match(
+        tokens.ids.tobytes(), lora=_adapter(gateway, incoming.model), cache_salt=salt if isinstance(salt, str) else None
+    )
+    heard = {engine.url: engine for engine in gateway.fleet.endpoints if engine.hearing.state == "live"}
+    held: dict[str, Mapping[str, int]] = {}
+    for (url, _rank), tiers in matched.items():
+        if url in heard and max(tiers.values(), default=0) >= max(held.get(url, {}).values(), default=0):
+            held[url] = tiers
+    return held
+
+
+def _adapter(gateway: Gateway, model: str | None) -> str | None:
+    if model is None:
+        return None
+    entries = (engine.models.get(model, {}) for engine in gateway.fleet.endpoints)
+    return model if any(entry.get("parent") is not None for entry in entries) else None
+
+
+def evidence(question: Question, endpoint: Endpoint) -> list[Mapping[str, int]] | None:
+    """What is known for sure of the one prompt on the engine that would load; None when that is nothing.
+
+    An engine whose events were not heard from its start on may hold more than the index says: that it has nothing
+    outside its GPU is then not known.
+    """
+    tiers = question.held.get(endpoint.url)
+    if tiers is None or len(endpoint.hearing.ranks) != 1 or endpoint.hearing.state != "live":
+        return None
+    whole = all(rank.whole for rank in endpoint.hearing.ranks.values())
+    return [tiers] if whole or tiers else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvroute.http.decode import response_of
 from kvroute.http.errors import GatewayError
+from kvroute.http.selective import leg_policy
 from kvroute.kv.params import aggregated_params
 from kvroute.kv.recipes import CLIENT_BODY
 from kvroute.upstream import UpstreamError
@@ -77,8 +78,8 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
         incoming.request.method,
         incoming.target,
         incoming.headers_for(endpoint),
-        _body(incoming, endpoint),
-        on_send=lambda: gateway.recent.note(plan.prefixes, endpoint.url),
+        _body(gateway, incoming, plan, endpoint),
+        on_send=lambda: gateway.recent.note(plan.question.prefixes, endpoint.url),
     )
     async with exchange:
         flight.computed()
@@ -97,9 +98,17 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
     return relayed.response
 
 
-def _body(incoming: Incoming, endpoint: Endpoint) -> bytes:
+def _body(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> bytes:
     """The client's bytes, with the gateway's own members taken out and transfer parameters cut down to policy."""
     if incoming.body is None:
         return incoming.raw
-    params = aggregated_params(incoming.policy, bidirectional=endpoint.capabilities.bidirectional)
-    return incoming.body.splice(CLIENT_BODY, kv_transfer_params=params)
+    bidirectional = endpoint.capabilities.bidirectional
+    policy = incoming.policy
+    if bidirectional:
+        if gateway.selective.active:
+            gateway.metrics.selective.labels("bidirectional_engine").inc()
+    else:
+        policy = leg_policy(gateway, incoming, plan, endpoint)
+        if policy is incoming.policy and not policy.stripped:
+            return incoming.body.splice(CLIENT_BODY)  # what the client wrote is what would be written
+    return incoming.body.splice(CLIENT_BODY, kv_transfer_params=aggregated_params(policy, bidirectional=bidirectional))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from kvroute.plan.recent import NO_PREFIXES
+from kvroute.plan.router import NO_QUESTION, Question
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvroute.fleet import Endpoint
-    from kvroute.plan.recent import Prefixes
-    from kvroute.plan.router import Candidate, Question, Router
+    from kvroute.plan.router import Candidate, Router
 
 Mode = Literal["aggregated", "disaggregated", "direct", "whole_on_decode"]
 
@@ -29,7 +28,7 @@ class Plan:
         prefills: Engines for the prefill leg, the chosen one first; empty unless disaggregated.
         reason: Why a disaggregated fleet serves the request whole; None otherwise.
         candidates: All engines that were weighed, with their costs.
-        prefixes: What is remembered of the prompt by each engine that it is sent to.
+        question: What the choice rested on.
     """
 
     mode: Mode
@@ -37,7 +36,7 @@ class Plan:
     prefills: tuple[Endpoint, ...] = ()
     reason: str | None = None
     candidates: tuple[Candidate, ...] = ()
-    prefixes: Prefixes = NO_PREFIXES
+    question: Question = NO_QUESTION
 
     def work(self, endpoint: Endpoint) -> int:
         """Prompt tokens that the engine is expected to compute, 0 when that is not known."""
@@ -68,15 +67,14 @@ def make_plan(
         now: Monotonic seconds.
         direct: The decode engine by which the turn skips prefill, see `kvroute.plan.direct`.
     """
-    prefixes = question.prefixes
     if direct is not None and whole is None:
-        return Plan("direct", (direct,), prefixes=prefixes)
+        return Plan("direct", (direct,), question=question)
     targets = router.rank("decode" if disaggregated else "both", question, now)
     engines = tuple(candidate.endpoint for candidate in targets)
 
     def planned(mode: Mode, prefills: Sequence[Candidate] = (), reason: str | None = None) -> Plan:
         first = tuple(candidate.endpoint for candidate in prefills)
-        return Plan(mode, engines, first, reason, (*prefills, *targets), prefixes)
+        return Plan(mode, engines, first, reason, (*prefills, *targets), question)
 
     if not disaggregated:
         return planned("aggregated")

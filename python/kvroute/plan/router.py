@@ -30,7 +30,8 @@ class Question:
 
     Attributes:
         model: The model that is asked for.
-        tokens: Of the prompt, counted or estimated.
+        tokens: Of the prompt.
+        counted: They were counted, not estimated.
         held: What the index knows of each engine, by URL; an engine that is not there is not known.
         guessed: Share of the prompt that lately went to each engine, by URL.
         session: URL of the engine of this role that served the conversation's last turn.
@@ -40,11 +41,15 @@ class Question:
 
     model: str | None = None
     tokens: int = 0
+    counted: bool = False
     held: Mapping[str, Tiers] = dataclasses.field(default_factory=dict)
     guessed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     session: str | None = None
     key: bytes = b""
     prefixes: Prefixes = NO_PREFIXES
+
+
+NO_QUESTION = Question()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

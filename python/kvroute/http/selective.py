@@ -1,0 +1,31 @@
+"""The selective KV policy where a leg's body is made: the evidence of that engine, the decision, and its count."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvroute.http.question import evidence
+
+if TYPE_CHECKING:
+    from kvroute.fleet import Endpoint
+    from kvroute.http.gateway import Gateway
+    from kvroute.http.intake import Incoming
+    from kvroute.kv.params import Policy
+    from kvroute.plan.plan import Plan
+
+
+def leg_policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> Policy:
+    """What the engine that will load gets of policy members: the client's, after the configured policy."""
+    question = plan.question
+    applied = gateway.selective.apply(
+        incoming.policy,
+        endpoint,
+        evidence(question, endpoint),
+        lengths=[question.tokens] if question.counted else None,
+        now=time.monotonic(),
+    )
+    gateway.metrics.selective.labels(applied.reason).inc()
+    if applied.external_tokens is not None:
+        gateway.metrics.external_tokens.observe(applied.external_tokens)
+    return applied.policy

@@ -1,0 +1,110 @@
+"""The selective KV policy on one leg: what the engine that will load may load, and what it may offload.
+
+The decision itself is `kvroute._core.SelectivePolicy`; here it gets the evidence of one engine, and becomes members of
+that engine's ``kv_transfer_params``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import orjson
+
+from kvroute._core import SelectivePolicy
+from kvroute.kv.params import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvroute.config import SelectiveKv
+    from kvroute.fleet import Endpoint
+
+_FIRST_RELEASE = (0, 31)
+"""Of vLLM, that honours ``max_load_tokens`` (vllm 55885); earlier ones ignore it without a word."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Applied:
+    """A leg's policy members, and why they are what they are.
+
+    Attributes:
+        policy: The members.
+        reason: Of the decision about loads, see `kvroute._core.LoadDecision`; ``off`` without a policy, and
+            ``engine_too_old`` or ``engine_unknown`` where a 0 would be set and cannot be relied on.
+        external_tokens: What the engine could load, None when that is not known.
+        gate: What its gate said.
+    """
+
+    policy: Policy
+    reason: str = "off"
+    external_tokens: int | None = None
+    gate: str = "off"
+
+
+class Selective:
+    """Applies the configured policy.
+
+    Args:
+        settings: The section ``selective_kv``, None when it is not there.
+    """
+
+    def __init__(self, settings: SelectiveKv | None) -> None:
+        self._policy = None
+        self.active = settings is not None
+        self.needs_evidence = settings is not None and settings.load_policy == "threshold"
+        if settings is not None:
+            self._policy = SelectivePolicy(
+                load_policy=settings.load_policy,
+                offload_policy=settings.offload_policy,
+                min_external_reusable_tokens=settings.min_external_reusable_tokens or 0,
+            )
+
+    def apply(
+        self,
+        client: Policy,
+        endpoint: Endpoint,
+        prompts: Sequence[Mapping[str, int]] | None,
+        *,
+        lengths: Sequence[int] | None = None,
+        now: float,
+    ) -> Applied:
+        """Decide for the engine that will load: the chosen one, or the prefill engine of two legs.
+
+        Args:
+            client: What the client asked for.
+            endpoint: The engine.
+            prompts: What the index knows that it has of each prompt, by tier; None for no evidence.
+            lengths: The prompts' tokens.
+            now: Monotonic seconds.
+        """
+        if self._policy is None:
+            return Applied(client)
+        asked = orjson.loads(b"{%b}" % client.text())
+        decision = self._policy.decide(prompts, gate=endpoint.gate, now=now, client=asked, lengths=lengths)
+        edits = decision.edits
+        reason: str = decision.reason
+        if edits.get("max_load_tokens", 1) == 0:
+            reason = ineffective(endpoint) or reason
+        return Applied(_edited(client, edits), reason, decision.external_tokens, decision.gate)
+
+
+def ineffective(endpoint: Endpoint) -> str | None:
+    """Why an engine would not heed ``max_load_tokens``: its release is too old, or is not known; None when it does."""
+    version = endpoint.capabilities.version
+    try:
+        major, minor = (int(part) for part in (version or "").split(".")[:2])
+    except ValueError:
+        return "engine_unknown"
+    return None if (major, minor) >= _FIRST_RELEASE else "engine_too_old"
+
+
+def _edited(client: Policy, edits: Mapping[str, int | None]) -> Policy:
+    """The client's members after the decision; the same object when it changes nothing."""
+    members = dict(client.members)
+    for name, value in edits.items():
+        if value is None:
+            members.pop(name, None)
+        else:
+            members[name] = b"%d" % value
+    return client if members == client.members else Policy(members, client.stripped)
