@@ -27,6 +27,8 @@ LOADS = st.builds(
         ({"GPU": 100, "CPU": 60}, 100),
         ({"GPU": 10, "CPU": 20, "STORAGE": 40}, 10 + 8 + 10),
         ({"CPU": 20, "LATER": 40}, 16 + 10),
+        ({"STORAGE/REMOTE": 40}, 20),
+        ({"GPU": 20, "SPECULATIVE": 40}, 40),
     ],
 )
 def test_a_token_counts_once_in_its_best_tier(tiers, saved):

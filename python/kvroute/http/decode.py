@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvroute.http.errors import GatewayError
+from kvroute.http.question import note_sent
 from kvroute.kv.decoded import ASKING_BODY, NoRecord, ids_wanted, keys_of, recorded
 from kvroute.kv.held import Held
 from kvroute.kv.params import decode_params, read_handle
@@ -84,7 +85,7 @@ class DecodeLeg:
 
     def _leave(self, endpoint: Endpoint) -> None:
         self._sent = True
-        self._gateway.recent.note(self._plan.question.prefixes, endpoint.url)
+        note_sent(self._gateway, self._plan.question, endpoint)
 
     def _abandon(self, *, free: bool) -> None:
         if self._handoff is None or self._prefilled.endpoint is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from kvroute._core import Body, BodyError
+from kvroute.http.question import note_sent
 from kvroute.http.reuse_count import ReuseCount
 from kvroute.http.selective import leg_policy
 from kvroute.http.verification import Offer, verify
@@ -272,7 +273,7 @@ class PrefillLeg:
         self._gateway.releases.handoff(handoff, endpoint, avoid=())
 
     def _leave(self, endpoint: Endpoint, offer: Offer | None) -> None:
-        self._gateway.recent.note(self._plan.question.prefixes, endpoint.url)
+        note_sent(self._gateway, self._plan.question, endpoint)
         self._spend(offer)
 
     def _spend(self, offer: Offer | None) -> None:

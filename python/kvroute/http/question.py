@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import TYPE_CHECKING
 
 import orjson
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Of English text and JSON in the tokenizers of today's models; what is estimated so only weighs engines.
 _BYTES_PER_TOKEN = 4
+# From a request's leaving until its blocks were announced, or will not be.
+_ASSUMED_SECONDS = 10.0
 
 
 async def ask(gateway: Gateway, incoming: Incoming, session: str | None) -> Question:
@@ -43,8 +46,14 @@ async def ask(gateway: Gateway, incoming: Incoming, session: str | None) -> Ques
     if policy == "prefix_affinity" or gateway.selective.needs_evidence:
         found = await _tokens(gateway, incoming, body)
         if found is not None:
-            held = _held(gateway, incoming, body, found)
-            question = dataclasses.replace(question, tokens=len(found.ids), counted=True, held=held)
+            question = dataclasses.replace(
+                question,
+                tokens=len(found.ids),
+                ids=found.ids.tobytes(),
+                lora=_adapter(gateway, incoming.model),
+                salt=_salt(body),
+            )
+            question = dataclasses.replace(question, held=_held(gateway, question))
     return question
 
 
@@ -73,22 +82,32 @@ async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> Tokens | 
         return None  # counted there; routing goes on by load, by session and by where the text was sent
 
 
-def _held(gateway: Gateway, incoming: Incoming, body: Body, tokens: Tokens) -> Mapping[str, Mapping[str, int]]:
+def _held(gateway: Gateway, question: Question) -> Mapping[str, Mapping[str, int]]:
     """What each engine that is heard has of the prompt.
 
     Of several data-parallel ranks the one that has most counts, since the engine may pick it; for a decision about
-    loads, which may meet another rank, there is then no evidence (see `Question.certain`).
+    loads, which may meet another rank, there is then no evidence.
     """
-    salt = orjson.loads(body.raw("cache_salt") or b"null")
-    matched = gateway.index.match(
-        tokens.ids.tobytes(), lora=_adapter(gateway, incoming.model), cache_salt=salt if isinstance(salt, str) else None
-    )
-    heard = {engine.url: engine for engine in gateway.fleet.endpoints if engine.hearing.state == "live"}
+    matched = gateway.index.match(question.ids, lora=question.lora, cache_salt=question.salt)
+    heard = gateway.heard()
     held: dict[str, Mapping[str, int]] = {}
     for (url, _rank), tiers in matched.items():
         if url in heard and max(tiers.values(), default=0) >= max(held.get(url, {}).values(), default=0):
             held[url] = tiers
     return held
+
+
+def note_sent(gateway: Gateway, question: Question, endpoint: Endpoint) -> None:
+    """Remember that a prompt is on its way to an engine, which will have it for a while: a guess, and no evidence."""
+    gateway.recent.note(question.prefixes, endpoint.url)
+    if question.ids and endpoint.hearing.state == "live" and len(endpoint.hearing.ranks) == 1:
+        until = time.monotonic() + _ASSUMED_SECONDS
+        gateway.index.assume(endpoint.url, 0, question.ids, until=until, lora=question.lora, cache_salt=question.salt)
+
+
+def _salt(body: Body) -> str | None:
+    salt = orjson.loads(body.raw("cache_salt") or b"null")
+    return salt if isinstance(salt, str) else None
 
 
 def _adapter(gateway: Gateway, model: str | None) -> str | None:

@@ -22,7 +22,7 @@ def leg_policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpo
         incoming.policy,
         endpoint,
         evidence(question, endpoint),
-        lengths=[question.tokens] if question.counted else None,
+        lengths=[question.tokens] if question.ids else None,
         now=time.monotonic(),
     )
     gateway.metrics.selective.labels(applied.reason).inc()

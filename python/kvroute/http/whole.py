@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvroute.http.decode import response_of
 from kvroute.http.errors import GatewayError
+from kvroute.http.question import note_sent
 from kvroute.http.selective import leg_policy
 from kvroute.kv.params import aggregated_params
 from kvroute.kv.recipes import CLIENT_BODY
@@ -79,7 +80,7 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
         incoming.target,
         incoming.headers_for(endpoint),
         _body(gateway, incoming, plan, endpoint),
-        on_send=lambda: gateway.recent.note(plan.question.prefixes, endpoint.url),
+        on_send=lambda: note_sent(gateway, plan.question, endpoint),
     )
     async with exchange:
         flight.computed()

@@ -31,7 +31,9 @@ class Question:
     Attributes:
         model: The model that is asked for.
         tokens: Of the prompt.
-        counted: They were counted, not estimated.
+        ids: The tokens as little-endian u32s, empty when they are not known.
+        lora: Name of the adapter that is asked for, where the model is one.
+        salt: The request's ``cache_salt``.
         held: What the index knows of each engine, by URL; an engine that is not there is not known.
         guessed: Share of the prompt that lately went to each engine, by URL.
         session: URL of the engine of this role that served the conversation's last turn.
@@ -41,7 +43,9 @@ class Question:
 
     model: str | None = None
     tokens: int = 0
-    counted: bool = False
+    ids: bytes = b""
+    lora: str | None = None
+    salt: str | None = None
     held: Mapping[str, Tiers] = dataclasses.field(default_factory=dict)
     guessed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     session: str | None = None

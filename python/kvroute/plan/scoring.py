@@ -14,6 +14,9 @@ from typing import TypeVar
 GPU = "GPU"
 """The tier that costs nothing to use, as KV events name it."""
 
+SPECULATIVE = "SPECULATIVE"
+"""Of blocks that a request was just routed for: counted as if they were there, and evidence of nothing."""
+
 Tiers = Mapping[str, int]
 """Tokens of a prompt's prefix that an engine holds, by tier."""
 
@@ -57,6 +60,12 @@ class Weights:
     waiting: float = 1024.0
     full_from: float = 0.9
 
+    def of(self, tier: str) -> float:
+        """What a token saves in a tier: where it lies, as in ``STORAGE/REMOTE``, counts as the tier unless listed."""
+        if tier == SPECULATIVE:
+            return self.tiers.get(GPU, 1.0)
+        return self.tiers.get(tier, self.tiers.get(tier.partition("/")[0], self.other_tier))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
@@ -80,10 +89,9 @@ def saved_tokens(tiers: Tiers, weights: Weights) -> float:
     """
     saved = 0.0
     reached = 0
-    by_weight = sorted(tiers.items(), key=lambda item: -weights.tiers.get(item[0], weights.other_tier))
-    for tier, tokens in by_weight:
+    for weight, tokens in sorted(((weights.of(tier), tokens) for tier, tokens in tiers.items()), reverse=True):
         if tokens > reached:
-            saved += (tokens - reached) * weights.tiers.get(tier, weights.other_tier)
+            saved += (tokens - reached) * weight
             reached = tokens
     return saved
 
