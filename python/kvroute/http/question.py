@@ -11,6 +11,7 @@ import orjson
 from kvroute.plan.history import context_of
 from kvroute.plan.recent import Prefixes
 from kvroute.plan.router import Question
+from kvroute.plan.scoring import SPECULATIVE
 from kvroute.tokens import NoTokens
 
 if TYPE_CHECKING:
@@ -120,11 +121,12 @@ def _adapter(gateway: Gateway, model: str | None) -> str | None:
 def evidence(question: Question, endpoint: Endpoint) -> list[Mapping[str, int]] | None:
     """What is known for sure of the one prompt on the engine that would load; None when that is nothing.
 
-    An engine whose events were not heard from its start on may hold more than the index says: that it has nothing
-    outside its GPU is then not known.
+    An engine whose events were not heard from its start on may hold more than the index says, and of several
+    data-parallel ranks any may get the request: then nothing is known.
     """
-    tiers = question.held.get(endpoint.url)
-    if tiers is None or len(endpoint.hearing.ranks) != 1 or endpoint.hearing.state != "live":
+    tiers, ranks = question.held.get(endpoint.url), endpoint.hearing.ranks
+    if tiers is None or len(ranks) != 1 or endpoint.hearing.state != "live":
         return None
-    whole = all(rank.whole for rank in endpoint.hearing.ranks.values())
-    return [tiers] if whole or tiers else None
+    if not all(rank.whole for rank in ranks.values()):
+        return None
+    return [{tier: tokens for tier, tokens in tiers.items() if tier != SPECULATIVE}]
