@@ -1,0 +1,164 @@
+"""Which engine gets a request, and what it may load, on simulated engines that publish KV events."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvroute.sim import SimFleet
+from tests.support import simulated
+from tests.support.gateway import running, until
+from tests.support.simulated import MODEL, legs, posts
+
+LONG = " ".join(f"w{i}" for i in range(700))
+POLICY: dict[str, Any] = {
+    "selective_kv__load_policy": "threshold",
+    "selective_kv__min_external_reusable_tokens": 256,
+    "signals__scrape_seconds": 0.05,
+}
+
+
+@pytest.fixture
+async def client():
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(*specs):
+    async with SimFleet(list(specs), time_scale=0) as fleet:
+        yield [fleet[spec.name] for spec in specs]
+
+
+async def say(client, gateway, text, **members):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 4, **members}
+    async with client.post(gateway.url + "/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+async def complete(client, gateway, prompt, **members):
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, **members}
+    async with client.post(gateway.url + "/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+async def heard(gateway, *engines):
+    """Every engine's events are heard without a gap."""
+    await until(lambda: all(gateway.endpoint(engine.url).hearing.state == "live" for engine in engines))
+
+
+def taken(engines):
+    return [len(posts(engine)) for engine in engines]
+
+
+async def test_lb_03_equal_prompts_stay_where_the_first_one_went(client):
+    async with fleet_of(*(simulated.both(f"e{i}") for i in range(4))) as engines:
+        async with running(endpoints=[engine.url for engine in engines], signals__kv_events="off") as gateway:
+            for _ in range(10):
+                await say(client, gateway, LONG)
+        assert sorted(taken(engines)) == [0, 0, 0, 10]
+
+
+async def test_lb_08_a_burst_of_other_prompts_is_spread(client):
+    async with fleet_of(*(simulated.both(f"e{i}") for i in range(4))) as engines:
+        async with running(endpoints=[engine.url for engine in engines], signals__kv_events="off") as gateway:
+            for engine in engines:
+                engine.faults.add("stall", count=-1)
+            asked = [asyncio.ensure_future(say(client, gateway, f"prompt {i}")) for i in range(40)]
+            await until(lambda: sum(taken(engines)) == 40)
+            for engine in engines:
+                engine.faults.clear()
+            await asyncio.gather(*asked)
+        counts = taken(engines)
+        assert max(counts) - min(counts) <= 3
+
+
+async def test_lb_12_a_prompt_that_is_computed_is_ahead_of_nobody(client):
+    async with fleet_of(simulated.both("e")) as (engine,), running(endpoints=[engine.url]) as gateway:
+        endpoint = gateway.endpoint(engine.url)
+        engine.faults.add("stall", count=1, after=2)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "max_tokens": 8, "stream": True}
+        async with client.post(gateway.url + "/v1/chat/completions", json=body) as answer:
+            await answer.content.readline()
+            assert (endpoint.in_flight["whole"], endpoint.in_flight_tokens["whole"]) == (1, 0)
+            engine.faults.clear()
+            await answer.read()
+
+
+@pytest.mark.parametrize("members", [{}, {"model": None}])
+async def test_lb_14_the_hash_of_a_text_prompt_needs_no_model_and_no_tokens(client, members):
+    async with (
+        fleet_of(*(simulated.both(f"e{i}") for i in range(3))) as engines,
+        running(
+            endpoints=[engine.url for engine in engines], routing__policy="consistent_hash", signals__kv_events="off"
+        ) as gateway,
+    ):
+        for number in range(6):
+            before = taken(engines)
+            for _ in range(5):
+                await complete(client, gateway, f"prompt {number}", **members)
+            grown = [now - then for now, then in zip(taken(engines), before, strict=True)]
+            assert sorted(grown) == [0, 0, 5]
+
+
+async def test_lb_06_two_gateways_hash_alike(client):
+    async with fleet_of(*(simulated.both(f"e{i}") for i in range(3))) as engines:
+        urls = [engine.url for engine in engines]
+        options: dict[str, Any] = {"routing__policy": "consistent_hash", "signals__kv_events": "off"}
+        async with running(endpoints=urls, **options) as one, running(endpoints=urls, **options) as other:
+            for number in range(6):
+                for gateway in (one, other):
+                    await say(client, gateway, f"turn of {number}", conversation_id=f"c{number}")
+        assert all(count % 2 == 0 for count in taken(engines))
+
+
+async def test_the_engine_whose_events_tell_of_the_prefix_gets_the_prompt(client):
+    async with fleet_of(*(simulated.both(f"e{i}", events=True) for i in range(3))) as engines:
+        urls = [engine.url for engine in engines]
+        prompt = [number * 7 % 200 for number in range(1000)]
+        # It is warm before the gateway starts, so that the gateway can know it by events alone.
+        direct = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+        async with client.post(engines[1].url + "/v1/completions", json=direct) as answer:
+            assert answer.status == 200
+        async with running(endpoints=urls) as gateway:
+            await heard(gateway, *engines)
+            await until(lambda: len(gateway.gateway.index) > 0)
+            before = taken(engines)
+            await complete(client, gateway, [*prompt, 7, 8, 9])
+            assert [now - then for now, then in zip(taken(engines), before, strict=True)] == [0, 1, 0]
+
+
+async def test_an_engine_with_little_to_load_is_told_to_compute(client):
+    async with fleet_of(simulated.both("e", events=True, cpu_blocks=4096)) as (engine,):
+        async with running(endpoints=[engine.url], **POLICY) as gateway:
+            await complete(client, gateway, [1, 2, 3])  # something to be heard
+            await heard(gateway, engine)
+            await complete(client, gateway, list(range(100, 600)), kv_transfer_params={"max_offload_tokens": 9})
+            assert gateway.metric("kvroute_selective_kv_decisions_total", reason="below_threshold") == 1
+        assert legs(engine)[-1] == {"max_offload_tokens": 9, "max_load_tokens": 0}
+
+
+async def test_pd_16_the_policy_goes_to_prefill_beside_the_hand_off_and_not_to_decode(client):
+    specs = (simulated.prefill(), simulated.decode())
+    async with fleet_of(*specs) as (prefill, decode):
+        async with running(prefill=[prefill.url], decode=[decode.url], selective_kv__load_policy="disable") as gateway:
+            for text in (LONG, LONG + " more"):
+                await say(client, gateway, text, conversation_id="c", kv_transfer_params={"max_load_tokens": 5000})
+        first, second = (call.params for call in posts(prefill) if call.params and call.params.get("do_remote_decode"))
+        assert first["max_load_tokens"] == 0
+        assert first["do_remote_decode"] is True
+        assert (second["max_load_tokens"], second["remote_engine_id"]) == (0, "d-1")
+        assert all("max_load_tokens" not in (call.params or {}) for call in posts(decode))
+
+
+async def test_pd_16_a_neutral_policy_leaves_no_trace(client):
+    async with fleet_of(simulated.both("e")) as (engine,):
+        async with running(endpoints=[engine.url], selective_kv__offload_policy="disable") as gateway:
+            await say(client, gateway, "hi", kv_transfer_params={"max_load_tokens": 7})
+        async with running(endpoints=[engine.url], **POLICY) as gateway:
+            await say(client, gateway, "hi")
+        assert [call.params for call in posts(engine)] == [{"max_load_tokens": 7, "max_offload_tokens": 0}, None]
