@@ -410,7 +410,7 @@ class Settings(Section):
     health: Health = Health()
     signals: SignalSettings = SignalSettings()
     routing: Routing = Routing()
-    selective_kv: SelectiveKv | None = None
+    selective_kv: SelectiveKv | None = Field(None, description="the selective KV policy; unset: none")
     pd: PrefillDecode = PrefillDecode()
     conversations: Conversations = Conversations()
     tokenize: Tokenize = Tokenize()

@@ -110,6 +110,6 @@ def _body(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) 
             gateway.metrics.selective.labels("bidirectional_engine").inc()
     else:
         policy = leg_policy(gateway, incoming, plan, endpoint)
-        if policy is incoming.policy and not policy.stripped:
+        if policy is incoming.policy and policy.verbatim:
             return incoming.body.splice(CLIENT_BODY)  # what the client wrote is what would be written
     return incoming.body.splice(CLIENT_BODY, kv_transfer_params=aggregated_params(policy, bidirectional=bidirectional))

@@ -50,10 +50,17 @@ class ParamsError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """The policy members of one request, as raw JSON text by name."""
+    """The policy members of one request, as raw JSON text by name.
+
+    Attributes:
+        members: The members.
+        stripped: The client's object held others, which it may not set.
+        verbatim: The client's object holds these members and nothing else.
+    """
 
     members: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     stripped: bool = False
+    verbatim: bool = False
 
     def text(self) -> bytes:
         """The members as JSON text without braces, empty when there are none."""
@@ -82,7 +89,8 @@ def client_policy(params: bytes | None) -> Policy:
             continue
         _check_policy(name, raw)
         members[name] = raw
-    return Policy(members, stripped=any(name not in POLICY_MEMBERS for name in names))
+    stripped = any(name not in POLICY_MEMBERS for name in names)
+    return Policy(members, stripped, verbatim=0 < len(members) == len(names))
 
 
 def _check_policy(name: str, raw: bytes) -> None:
