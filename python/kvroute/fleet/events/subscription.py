@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvroute.fleet")
 # Seconds that batches are applied in one go before requests get a turn.
 _SLICE = 0.002
+# Seconds between two looks for live batches: to wake up costs more than a batch, and a busy engine has one every step.
+_PAUSE = 0.05
 # Seconds without a batch after which is asked whether one was lost.
 _SILENCE = 10.0
 # Seconds between two connections, doubled with each that did not last.
@@ -123,6 +125,7 @@ class Subscription:
                     await self._catch_up()
                     while feed.look() == "connected":
                         await self._drain(feed)
+                        await asyncio.sleep(_PAUSE)
                         await self._more(feed)
                     self._away_since = time.monotonic()
             self._rank.state = "gap"
@@ -191,7 +194,7 @@ class Subscription:
             await self._receive(frames)
             if time.monotonic() - began > _SLICE:
                 await asyncio.sleep(0)
-                return
+                began = time.monotonic()
 
     async def _receive(self, frames: list[bytes]) -> None:
         found = batch(frames)
