@@ -76,6 +76,20 @@ async def test_three_turns_of_a_plain_openai_client_read_kv_back(fleet, prefill,
     assert broken(prefill, decode) == []
 
 
+async def test_turns_that_go_straight_to_decode_keep_the_handle_under_their_own_messages(fleet, prefill, decode):
+    settings = {"pd__direct_max_uncached_tokens": 100}
+    async with gateway_of(fleet, **settings) as gateway, client_of(gateway) as client:
+        messages = []
+        for text in (FIRST, "six", "seven", FIRST * 4):
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": await chat(client, messages)})
+        assert gateway.metric("kvroute_pd_path_total", path="direct") == 2
+        # The last turn adds too much for that: prefill reads what the first one left.
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="hit", reason="ok") == 1
+        assert gateway.metric("kvroute_conversations") == 1
+    assert broken(prefill, decode) == []
+
+
 async def test_switched_off_messages_find_nothing(fleet, prefill, decode):
     async with gateway_of(fleet, conversations__find_by_messages=False) as gateway, client_of(gateway) as client:
         for _ in range(2):
