@@ -89,8 +89,8 @@ class Run:
         held, response, decode = None, None, rng.choice(DECODES)
         if rng.random() < 0.7:
             handle = Handle(b"{}", f"h{len(self.made)}", 1, rng.randint(1, 4), "h")
-            deadline = self.sides[0].now + rng.choice([10.0, 40.0])
-            held = Held(handle, decode, 0, deadline, None, one.turns[0].proven)
+            now, proven = self.sides[0].now, one.turns[0].proven
+            held = Held(handle, decode, 0, now + (40.0 if proven else 12.0), None, proven, now + 40.0)
         if rng.random() < 0.3:
             response = f"r{len(self.responses)}"
             self.responses.append(response)

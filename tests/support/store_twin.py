@@ -84,6 +84,7 @@ class StoreTwin:
                 continue
             if self.clock() < held.deadline:
                 entry.lent = True
+                entry.lasting |= match == "prefix"
                 self.touch(entry)
                 return Claim(held, entry.decode, match=match, entry=entry)
             self.drop(held, "expired")
@@ -147,6 +148,8 @@ class StoreTwin:
         elif entry.held is not None:
             self.drop(held, "replaced")
         else:
+            if claim.match == "prefix":
+                held.prove()
             self.keep(entry, held, -next(self.tick))
 
     def end(self, name: Name) -> None:

@@ -448,6 +448,19 @@ def test_a_conversation_that_has_not_gone_on_is_forgotten_early(store, clock, dr
     assert store.claim(says("a", "b", "c", "d", "e")).held is not None
 
 
+def test_a_handle_that_comes_back_to_a_conversation_that_went_on_is_kept_as_long_as_others(store, clock, dropped):
+    once = Held(Handle(b"{}", "d1", 256, 2, "127.0.0.1"), DECODE, 0, 1060.0, None, False, 1450.0)
+    turn(store, says("a"), once)
+    clock.now = 1050.0
+    with Turn(store, says("a", "b", "c")) as direct:
+        clock.now = 1200.0
+        direct.finish(DECODE, None)
+    clock.now = 1449.0
+
+    assert store.claim(says("a", "b", "c", "d", "e")).held is once
+    assert dropped == []
+
+
 def test_conversations_that_have_not_gone_on_are_evicted_before_others(store, dropped):
     turn(store, named("a"), held("a"))
     for number in range(10):

@@ -208,11 +208,12 @@ class DecodeLeg:
             settings, engine_ttl = gateway.settings.conversations, endpoint.capabilities.decoder_ttl_seconds
             if engine_ttl is None:
                 engine_ttl = _USUAL_DECODER_TTL
-            # The margin of the defaults: 450 of 480 s.
-            ttl = min(settings.ttl_seconds if turn.proven else settings.unnamed_ttl_seconds, engine_ttl * 15 / 16)
             # Counted from the engine's end: a client that reads slowly must not make the blocks look younger.
+            # The margin is that of the defaults: 450 of 480 s.
+            latest = ended + min(settings.ttl_seconds, engine_ttl * 15 / 16)
+            deadline = latest if turn.proven else min(latest, ended + settings.unnamed_ttl_seconds)
             history = self._history(endpoint, handle)
-            held = Held(handle, endpoint.url, epoch, ended + ttl, history, turn.proven)
+            held = Held(handle, endpoint.url, epoch, deadline, history, turn.proven, latest)
             gateway.ledger.pin(held, until=ended + engine_ttl)
             fate = "no_conversation" if not turn.continuable else "stored" if self._useful(held) else "unverifiable"
         if fate is not None:

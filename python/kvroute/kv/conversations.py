@@ -178,6 +178,7 @@ class MemoryStore:
             self._unkeep(held)
             if now < held.deadline:
                 entry.lent = True
+                entry.lasting = entry.lasting or match == "prefix"
                 self._touch(entry, now)
                 return Claim(held, entry.decode, match=match, entry=entry)
             self._drop(held, "expired")
@@ -234,6 +235,8 @@ class MemoryStore:
         elif entry.held is not None:
             self._drop(held, "replaced")
         else:
+            if claim.match == "prefix":
+                held.prove()
             self._keep(entry, held, again=True)
 
     def knows(self, name: Name) -> bool:

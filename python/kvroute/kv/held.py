@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvroute.plan.history import History
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Held:
     """A decode engine's handle and what must still be true for it to be used. Each is one of its kind: equal to itself.
 
@@ -23,6 +23,7 @@ class Held:
         deadline: On the monotonic clock, in seconds.
         history: What the turn looked like, None when that is not known.
         proven: Whether its conversation has gone on before, or has an id, which is a promise to go on.
+        proven_deadline: The deadline from when it is proven; None: the same.
     """
 
     handle: Handle
@@ -31,6 +32,13 @@ class Held:
     deadline: float
     history: History | None = None
     proven: bool = True
+    proven_deadline: float | None = None
+
+    def prove(self) -> None:
+        """Note that the conversation went on; only while the handle is on no shelf."""
+        self.proven = True
+        if self.proven_deadline is not None:
+            self.deadline = self.proven_deadline
 
 
 class Shelf:
