@@ -32,7 +32,7 @@ _log = logging.getLogger("kvroute.fleet")
 # Seconds after which an engine that announces no events is asked again, if its epoch does not grow before.
 _ASK_AGAIN = 30.0
 # Seconds after a session that failed, doubled with each failure.
-_BACK_OFF, _BACK_OFF_MOST = 0.5, 30.0
+_BACK_OFF, _BACK_OFF_MOST, _STEADY = 0.5, 30.0, 5.0
 _WATCH_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 
@@ -115,11 +115,13 @@ class Listener:
                 if endpoint.healthy:
                     sources = await self._sources(endpoint)
                     if sources:
+                        began = time.monotonic()
                         await self._session(endpoint, sources)
-                    failures = 0
-                    if sources:
+                        failures = failures + 1 if time.monotonic() - began < _STEADY else 0
+                        # Two publishers that take turns at one address look like a restart each time.
+                        await asyncio.sleep(self._back_off(failures) if failures > 1 else 0)
                         continue
-                    pause = _ASK_AGAIN
+                    failures, pause = 0, _ASK_AGAIN
             except UpstreamError as error:
                 _log.debug("KV events of %s: %s", endpoint.url, error)
                 pause = self._back_off(failures := failures + 1)
