@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import openai
 import pytest
 
 from .gateway import Gateway, serving
-from .legs import Messages, chat, complete
+from .legs import Messages, chat, complete, opened
 from .model import SERVED_NAME, text
 from .talk import TOKENS, Talk, cold, wrong
 
@@ -100,3 +101,20 @@ def test_an_answer_that_a_stop_string_ended_leaves_no_handle(gateway: Gateway) -
     before = gateway.metric("kvroute_kv_handles_total", fate="not_returned")
     chat(gateway, messages, max_tokens=TOKENS, stop=[whole[6:10]], conversation_id="stopped")
     assert gateway.metric("kvroute_kv_handles_total", fate="not_returned") == before + 1
+
+
+def test_what_nobody_can_verify_is_released(gateway: Gateway) -> None:
+    def released() -> float:
+        return gateway.metric("kvroute_kv_releases_total", direction="decode_to_prefill", outcome="sent")
+
+    before = released(), gateway.metric("kvroute_kv_handles_total", fate="unverifiable")
+    # Responses tell no tokens, so their handle gets no record.
+    body = {"model": SERVED_NAME, "input": text(820, 110), "max_output_tokens": TOKENS, "conversation_id": "unknown"}
+    with opened(gateway, "/v1/responses", body) as answer:
+        assert answer.status == 200
+        answer.read()
+    deadline = time.monotonic() + 20
+    while released() == before[0]:
+        assert time.monotonic() < deadline, "no release was taken"
+        time.sleep(0.1)
+    assert gateway.metric("kvroute_kv_handles_total", fate="unverifiable") == before[1] + 1
