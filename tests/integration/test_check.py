@@ -203,3 +203,24 @@ def test_the_command_line_answers_without_a_traceback(arguments, code, words):
     assert result.exit_code == code, result.output
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+async def selected(specs, **settings):
+    """What is found about an aggregated fleet."""
+    async with SimFleet(specs, time_scale=0) as fleet, running(endpoints=fleet.urls(), **settings) as gateway:
+        return findings(gateway.gateway.settings, gateway.gateway.fleet)
+
+
+async def test_a_selective_policy_without_effect_is_named():
+    old = EngineSpec("old", version="0.30.0")
+    items = await selected([old, EngineSpec("new")], selective_kv__load_policy="disable")
+    ignored = [line for line in lines(items, "warning") if "max_load_tokens is ignored" in line]
+    assert len(ignored) == 1
+    assert "vLLM 0.30.0" in ignored[0]
+
+    threshold = {"selective_kv__load_policy": "threshold", "selective_kv__min_external_reusable_tokens": 8}
+    items = await selected([EngineSpec("new")], signals__kv_events="off", **threshold)
+    assert any("leaves every request as it is" in line for line in lines(items, "warning"))
+
+    items = await selected([EngineSpec("whole", nixl=True)], selective_kv__load_policy="disable")
+    assert any("serves requests whole" in line for line in lines(items, "warning"))

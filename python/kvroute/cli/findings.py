@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvroute.cli.finding import Finding
 from kvroute.cli.verifiers import verifiers
+from kvroute.kv.selective import ineffective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,11 +35,43 @@ def findings(settings: Settings, fleet: Fleet, prompts: Prompts | None = None) -
         found.extend(_reachability(endpoint))
         if endpoint.healthy and endpoint.role != "both":
             found.extend(_reuse(settings, endpoint, prompts))
+        found.extend(_selective(settings, endpoint))
     if settings.disaggregated:
         found.extend(_pairs(settings, fleet))
     else:
         found.extend(_models(fleet.of_role("both")))
     return found
+
+
+def _selective(settings: Settings, endpoint: Endpoint) -> Iterator[Finding]:
+    """Where the selective policy would do nothing without a word."""
+    chosen = settings.selective_kv
+    if chosen is None or not endpoint.healthy or endpoint.role == "decode":
+        return
+    if chosen.load_policy != "preserve" and ineffective(endpoint) is not None:
+        yield Finding(
+            "warning",
+            endpoint.url,
+            f"vLLM {endpoint.capabilities.version or 'of an unknown release'}",
+            "max_load_tokens is ignored there: selective_kv.load_policy has no effect",
+            "use vLLM 0.31 or later",
+        )
+    if chosen.load_policy == "threshold" and settings.signals.kv_events == "off":
+        yield Finding(
+            "warning",
+            endpoint.url,
+            "signals.kv_events is off",
+            "nothing is known of its tiers: load_policy threshold leaves every request as it is",
+            "set signals.kv_events to auto, and start engines with --kv-events-config",
+        )
+    if endpoint.role == "both" and endpoint.capabilities.bidirectional:
+        yield Finding(
+            "warning",
+            endpoint.url,
+            "bidirectional KV transfer is on, and it serves requests whole",
+            "selective_kv has no effect: parameters without a hand-off flag would never be freed",
+            "start it without bidirectional_kv_xfer",
+        )
 
 
 def _reachability(endpoint: Endpoint) -> Iterator[Finding]:
