@@ -57,6 +57,7 @@ class Blocks:
         self, tokens: Sequence[int], size: int = 4, *, seed: int = 0, salt: str | None = None, lora: str | None = None
     ) -> None:
         self.size = size
+        self.salted = salt is not None
         self.lora = lora
         self.tokens = list(tokens[: len(tokens) // size * size])
         self.hashes: list[int] = []

@@ -372,6 +372,17 @@ class TestParents:
         applied = index.apply(*A, batch(*Blocks(TEXT).offloaded()))
         assert (applied.added, applied.orphaned, len(index)) == (0, 10, 0)
 
+    def test_a_block_may_have_two_names_and_loses_both(self) -> None:
+        # An adapter that was loaded from another path hashes otherwise, and is told by the same name.
+        blocks = Blocks(TEXT)
+        names = list(range(10))
+        index = an_index(a=[blocks.stored(), blocks.stored(block_hashes=names)])
+        assert len(index) == 10
+        assert index.apply(*A, batch(removed(names))).removed == 10
+        assert index.apply(*A, batch(blocks.removed())).removed == 0
+        forgotten = [{**one, "block_hashes": [name]} for name, one in zip(names, blocks.offloaded(), strict=True)]
+        assert index.apply(*A, batch(*forgotten, *blocks.offloaded())).orphaned == 20
+
     def test_names_of_one_source_mean_nothing_for_another(self) -> None:
         blocks = Blocks(TEXT)
         index = an_index(a=[blocks.stored()], b=[*blocks.offloaded(), removed(blocks.hashes)])

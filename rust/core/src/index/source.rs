@@ -155,8 +155,10 @@ impl GroupBlocks {
     ) {
         for &hash in hashes {
             if let Some(&name) = self.names.get(&hash) {
-                if table.remove(name, self.holder, tiers | SPECULATIVE_BIT) {
-                    applied.removed += 1;
+                applied.removed +=
+                    usize::from(table.remove(name, self.holder, tiers | SPECULATIVE_BIT));
+                // By another name of the same block it may have gone before.
+                if table.tiers(name, self.holder) == 0 {
                     self.bare.push(hash);
                 }
             }
