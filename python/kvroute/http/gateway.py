@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -162,6 +163,7 @@ class Gateway:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self.store.sweep()
+            self.index.expire(time.monotonic())
 
     def failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
         """Note a failed call to an engine: count it, and have the engine probed or taken out."""
