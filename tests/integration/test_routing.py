@@ -162,3 +162,48 @@ async def test_pd_16_a_neutral_policy_leaves_no_trace(client):
         async with running(endpoints=[engine.url], **POLICY) as gateway:
             await say(client, gateway, "hi")
         assert [call.params for call in posts(engine)] == [{"max_load_tokens": 7, "max_offload_tokens": 0}, None]
+
+
+async def test_a_plan_is_explained_and_nothing_is_done(client):
+    async with (
+        fleet_of(simulated.prefill(), simulated.decode()) as (prefill, decode),
+        running(
+            prefill=[prefill.url],
+            decode=[decode.url],
+            server__debug_key="looking",
+            selective_kv__load_policy="disable",
+            pd__direct_max_uncached_tokens=256,
+        ) as gateway,
+    ):
+        await say(client, gateway, LONG, conversation_id="c")
+        before = taken([prefill, decode])
+        body = {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "conversation_id": "c"}
+        path = gateway.url + "/debug/plan/v1/chat/completions"
+        headers = {"X-KVRoute-Debug-Key": "looking"}
+        plans = []
+        for asked in (body, {**body, "messages": [{"role": "user", "content": "new"}], "conversation_id": "d"}, body):
+            async with client.post(path, json=asked, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                plans.append(await answer.json())
+        assert taken([prefill, decode]) == before
+
+        same, new, again = plans
+        assert (same["mode"], same["targets"], same["conversation"]["uncached_tokens"]) == ("direct", [decode.url], 0)
+        assert same["conversation"]["handle_tokens"] == again["conversation"]["handle_tokens"] > 1000
+        assert (new["mode"], new["prefill"], new["targets"]) == ("disaggregated", [prefill.url], [decode.url])
+        first = new["candidates"][0]
+        assert (first["endpoint"], first["selective_kv"]["members"]) == (prefill.url, {"max_load_tokens": "0"})
+        assert first["cost"]["total"] == pytest.approx(sum(first["cost"].values()) - first["cost"]["total"])
+
+
+async def test_a_plan_is_explained_to_nobody_without_the_key(client):
+    async with fleet_of(simulated.both("e")) as (engine,):
+        right: dict[str, Any] = {"server__debug_key": "right"}
+        nothing: dict[str, Any] = {}
+        for settings, key, status in ((nothing, "any", 404), (right, "wrong", 401), (right, "right", 200)):
+            async with running(endpoints=[engine.url], **settings) as gateway:
+                url = gateway.url + "/debug/plan/v1/chat/completions"
+                body = {"model": MODEL, "messages": []}
+                async with client.post(url, json=body, headers={"X-KVRoute-Debug-Key": key}) as answer:
+                    assert answer.status == status
+                    assert ("error" in await answer.json()) == (status != 200)

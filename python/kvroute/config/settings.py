@@ -40,6 +40,9 @@ class Server(Section):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
     api_keys: tuple[SecretStr, ...] = Field((), description="keys that clients must send; empty: no check")
+    debug_key: SecretStr | None = Field(
+        None, description="key for POST /debug/plan/v1/..., sent as X-KVRoute-Debug-Key; unset: there is no such path"
+    )
     max_body_bytes: Bytes = Field(
         64 * 2**20, ge=1, description="largest request body; 64 MiB holds a context of about 15 million tokens of text"
     )
@@ -60,6 +63,13 @@ class Server(Section):
         if not host.isprintable() or " " in host:
             raise ValueError("must be an address or a name")
         return host
+
+    @field_validator("debug_key")
+    @classmethod
+    def _debug_key_is_usable(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not _fits_a_header(key):
+            raise ValueError("must be printable ASCII without surrounding spaces, and not empty")
+        return key
 
     @field_validator("api_keys")
     @classmethod

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from multidict import CIMultiDictProxy
 
+DEBUG_KEY = "X-KVRoute-Debug-Key"
 _BEARER = "Bearer "
 _LONGEST_KEY = 4096
 
@@ -32,8 +33,9 @@ class Authenticator:
     to the engines.
     """
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], *, debug_key: str | None = None) -> None:
         self._digests = [_digest(key) for key in keys]
+        self._debug = _digest(debug_key) if debug_key is not None else None
 
     @property
     def required(self) -> bool:
@@ -57,6 +59,19 @@ class Authenticator:
         raise GatewayError(
             401, "a valid API key is needed: send `Authorization: Bearer KEY` (or `x-api-key: KEY`)", close=True
         )
+
+    def check_debug_key(self, headers: CIMultiDictProxy[str]) -> None:
+        """Let those in that may look into the gateway: they see addresses of engines, and how busy those are.
+
+        Raises:
+            GatewayError: 404 when no key is configured, 401 for another one.
+        """
+        if self._debug is None:
+            raise GatewayError(404, "no such path", close=True)
+        presented = headers.getall(DEBUG_KEY, [])
+        usable = len(presented) == 1 and len(presented[0]) <= _LONGEST_KEY
+        if not usable or not hmac.compare_digest(_digest(presented[0]), self._debug):
+            raise GatewayError(401, f"the debug key is needed: send `{DEBUG_KEY}: KEY`", close=True)
 
     @staticmethod
     def _credentials(headers: CIMultiDictProxy[str], presented: str | None) -> str:

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvroute.http.errors import GatewayError, error_response
+from kvroute.http.explain import explain, json_answer
 from kvroute.http.intake import Incoming, may_be_json, read_body, request_ids, scan_body
 from kvroute.http.legs import serve_legs
 from kvroute.http.question import ask
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
+    from kvroute.kv.conversations import Store
     from kvroute.kv.held import Held
     from kvroute.kv.names import Names
     from kvroute.plan.plan import Plan
     from kvroute.plan.router import Question
 
 _log = logging.getLogger("kvroute.http")
+EXPLAIN = "/debug/plan"
 # Served whole by one engine, whatever the fleet.
 SINGLE = ("/v1/embeddings", "/tokenize", "/detokenize")
 # What may pass through: no dot segments, no empty ones, nothing that an engine could read as another path.
@@ -81,6 +84,11 @@ class Dispatcher:
             raise GatewayError(503, "the gateway is shutting down", retry_after=1, close=True)
         tenant = self._gateway.authenticator.tenant(request.headers)
         self._check_route(request, path)
+        return await self._read(request, path, tenant, request_id, engine_request_id)
+
+    async def _read(
+        self, request: web.Request, path: str, tenant: str, request_id: str, engine_request_id: str
+    ) -> Incoming:
         server = self._gateway.settings.server
         raw = await read_body(request, limit=server.max_body_bytes, seconds=server.body_timeout_seconds)
         api = APIS.get(path)
@@ -116,8 +124,7 @@ class Dispatcher:
 
     async def _serve(self, incoming: Incoming) -> tuple[web.StreamResponse, str]:
         self._check_model(incoming.model)
-        store = self._gateway.store if self._gateway.settings.conversations.enabled else None
-        with Turn(store, self._names(incoming)) as turn:
+        with Turn(self._store(), self._names(incoming)) as turn:
             question = await ask(self._gateway, incoming, turn.claim.decode)
             plan = self._plan(incoming, question, direct=self._direct(incoming, turn.held))
             if plan.mode == "direct":
@@ -126,6 +133,8 @@ class Dispatcher:
                     self._gateway.metrics.paths.labels("direct").inc()
                     return answer, plan.mode
                 plan = self._plan(incoming, question)
+            if plan.reason is not None:
+                self._gateway.metrics.whole.labels(plan.reason).inc()
             if not plan.targets:
                 raise GatewayError(503, "no healthy engine can serve this request now", retry_after=1)
             if plan.mode == "disaggregated":
@@ -133,6 +142,32 @@ class Dispatcher:
             else:
                 response = await serve_whole(self._gateway, incoming, plan, turn)
         return response, plan.mode
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """Answer what would be done with this request now; nothing is done, and a handle stays where it is."""
+        request_id, engine_request_id = request_ids(request)
+        path = request.path.removeprefix(EXPLAIN)
+        try:
+            return await self._explained(request, path, request_id, engine_request_id)
+        except GatewayError as error:
+            return error_response(path, error, request_id)
+
+    async def _explained(
+        self, request: web.Request, path: str, request_id: str, engine_request_id: str
+    ) -> web.Response:
+        self._gateway.authenticator.check_debug_key(request.headers)
+        tenant = self._gateway.authenticator.tenant(request.headers)
+        if path not in APIS:
+            raise GatewayError(404, f"the paths that can be explained are {', '.join(APIS)}", close=True)
+        incoming = await self._read(request, path, tenant, request_id, engine_request_id)
+        self._check_model(incoming.model)
+        with Turn(self._store(), self._names(incoming)) as turn:
+            question = await ask(self._gateway, incoming, turn.claim.decode)
+            plan = self._plan(incoming, question, direct=self._direct(incoming, turn.held))
+            return json_answer(explain(self._gateway, incoming, plan, turn.claim))
+
+    def _store(self) -> Store | None:
+        return self._gateway.store if self._gateway.settings.conversations.enabled else None
 
     def _names(self, incoming: Incoming) -> Names | None:
         settings = self._gateway.settings
@@ -165,7 +200,7 @@ class Dispatcher:
             whole = (
                 whole_reason(incoming.api, body) if incoming.api is not None and body is not None else "not_generation"
             )
-        plan = make_plan(
+        return make_plan(
             self._gateway.router,
             question,
             disaggregated=self._gateway.settings.disaggregated,
@@ -174,6 +209,3 @@ class Dispatcher:
             now=time.monotonic(),
             direct=direct,
         )
-        if plan.reason is not None:
-            self._gateway.metrics.whole.labels(plan.reason).inc()
-        return plan

@@ -95,7 +95,11 @@ class Gateway:
         self.listener = Listener(
             self.fleet, self.monitor.probe, settings, index=self.index, on_restart=self.monitor.restarted
         )
-        self.authenticator = Authenticator(key.get_secret_value() for key in settings.server.api_keys)
+        debug = settings.server.debug_key
+        self.authenticator = Authenticator(
+            (key.get_secret_value() for key in settings.server.api_keys),
+            debug_key=debug.get_secret_value() if debug is not None else None,
+        )
         self.ledger = Ledger(self._epoch)
         self.releases = Releases(self)
         kept = settings.conversations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 # Replaced by the gateway's own on every leg; Content-Encoding, because engines get the body decoded.
-_OWN_HEADERS = frozenset({b"x-request-id", b"traceparent", b"content-encoding"})
+_OWN_HEADERS = frozenset({b"x-request-id", b"traceparent", b"content-encoding", b"x-kvroute-debug-key"})
 _WITH_CREDENTIALS = _OWN_HEADERS | {b"authorization", b"x-api-key"}
 
 

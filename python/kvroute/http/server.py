@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvroute.aio import timeout
 from kvroute.http.admin import Admin
 from kvroute.http.departures import departures
-from kvroute.http.dispatch import SINGLE, Dispatcher
+from kvroute.http.dispatch import EXPLAIN, SINGLE, Dispatcher
 from kvroute.http.gateway import Gateway
 from kvroute.plan.api import APIS
 
@@ -54,7 +54,9 @@ def application(gateway: Gateway) -> web.Application:
     app = web.Application(client_max_size=0)
     app.on_response_prepare.append(_name_server)
     app.add_routes(Admin(gateway).routes())
-    handle = Dispatcher(gateway).handle
+    dispatcher = Dispatcher(gateway)
+    app.router.add_post(EXPLAIN + "/{path:.*}", dispatcher.explain)
+    handle = dispatcher.handle
     for path in (*APIS, *SINGLE):  # found at once, where the pattern is tried last
         app.router.add_route("*", path, handle)
     app.router.add_route("*", "/{path:.*}", handle)

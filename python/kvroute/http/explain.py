@@ -1,0 +1,103 @@
+"""``POST /debug/plan/v1/…``: what the gateway would do with a request now, and why. Nothing is sent to serve it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from kvroute.http.question import evidence
+
+if TYPE_CHECKING:
+    from kvroute.fleet import Endpoint
+    from kvroute.http.gateway import Gateway
+    from kvroute.http.intake import Incoming
+    from kvroute.kv.conversations import Claim
+    from kvroute.plan.plan import Plan
+
+
+def explain(gateway: Gateway, incoming: Incoming, plan: Plan, claim: Claim) -> dict[str, Any]:
+    """Describe a plan as JSON: the request as routing sees it, every candidate with its cost, and what it would get.
+
+    Args:
+        gateway: The gateway.
+        incoming: The request.
+        plan: Its plan.
+        claim: What its conversation held.
+    """
+    question, now = plan.question, time.monotonic()
+    return {
+        "mode": plan.mode,
+        "reason": plan.reason,
+        "policy": gateway.router.policy,
+        "prompt": {
+            "tokens": question.tokens,
+            "counted": bool(question.ids),
+            "lora": question.lora,
+            "salted": question.salt is not None,
+        },
+        "conversation": {
+            "found_by": claim.match,
+            "last_decode": claim.decode,
+            "handle_tokens": claim.held.handle.tokens if claim.held is not None else None,
+            "handle_seconds_left": round(claim.held.deadline - now, 1) if claim.held is not None else None,
+            "uncached_tokens": claim.held.history.uncached_tokens(incoming.body)
+            if claim.held is not None and claim.held.history is not None and incoming.body is not None
+            else None,
+        },
+        "prefill": [engine.url for engine in plan.prefills],
+        "targets": [engine.url for engine in plan.targets],
+        "candidates": [
+            {
+                "endpoint": candidate.endpoint.url,
+                "role": candidate.endpoint.role,
+                "cost": _cost(candidate.cost.total, dataclasses.asdict(candidate.cost)) if candidate.cost else None,
+                "evidence": candidate.evidence,
+                **_engine(gateway, incoming, plan, candidate.endpoint, now),
+            }
+            for candidate in plan.candidates
+        ],
+    }
+
+
+def json_answer(tree: dict[str, Any]) -> web.Response:
+    """A description as an answer."""
+    return web.Response(body=orjson.dumps(tree), content_type="application/json")
+
+
+def _cost(total: float, parts: dict[str, float]) -> dict[str, float]:
+    return {"total": round(total, 1), **{name: round(value, 1) for name, value in parts.items()}}
+
+
+def _engine(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint, now: float) -> dict[str, Any]:
+    question, signals = plan.question, endpoint.signals(now)
+    described: dict[str, Any] = {
+        "in_flight": endpoint.load,
+        "in_flight_tokens": sum(endpoint.in_flight_tokens.values()),
+        "waiting": signals.waiting if signals is not None else None,
+        "running": signals.running if signals is not None else None,
+        "kv_usage": signals.usage if signals is not None else None,
+        "sample_age_seconds": round(now - signals.at, 2) if signals is not None else None,
+        "kv_events": endpoint.hearing.state,
+        "held_tokens": question.held.get(endpoint.url),
+        "guessed_share": round(question.guessed.get(endpoint.url, 0.0), 3),
+    }
+    if gateway.selective.active and endpoint.role != "decode":
+        applied = gateway.selective.apply(
+            incoming.policy,
+            endpoint,
+            evidence(question, endpoint),
+            lengths=[question.tokens] if question.ids else None,
+            now=now,
+        )
+        described["selective_kv"] = {
+            "reason": applied.reason,
+            "external_tokens": applied.external_tokens,
+            "gate": applied.gate,
+            "queue_mean": endpoint.gate.mean,
+            "members": {name: raw.decode() for name, raw in applied.policy.members.items()},
+        }
+    return described
