@@ -7,7 +7,7 @@ import errno
 import json
 import logging
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -31,6 +31,8 @@ TURN = json.dumps(
     {"model": MODEL, "conversation_id": "c", "messages": [{"role": "user", "content": "one"}], "max_tokens": 8}
 ).encode()
 MANY_DIGITS = "9" * 5000  # more than Python reads as a number
+# Nothing is asked of engines after the start, so that connections are those of requests.
+QUIET: dict[str, Any] = {"health__interval_seconds": 60, "signals__scrape_seconds": 0}
 
 
 def with_member(text: str) -> bytes:
@@ -124,7 +126,7 @@ async def test_a_body_of_millions_of_members_is_refused_before_it_is_mapped():
 async def test_a_handle_stays_with_the_conversation_when_the_client_leaves_before_prefill_is_reached(monkeypatch):
     async with (
         SimFleet([simulated.prefill(), simulated.decode()], time_scale=0) as engines,
-        running(prefill=[engines["p"].url], decode=[engines["d"].url], health__interval_seconds=60) as gateway,
+        running(prefill=[engines["p"].url], decode=[engines["d"].url], **QUIET) as gateway,
     ):
         port = int(gateway.url.rpartition(":")[2])
         async with RawClient(port) as client:
@@ -178,7 +180,7 @@ async def test_a_handle_is_kept_when_the_client_leaves_at_the_end_mark_of_its_st
 async def test_a_handle_that_was_sent_is_counted_when_the_client_leaves_before_the_answer():
     async with (
         SimFleet([simulated.prefill(), simulated.decode()], time_scale=0) as engines,
-        running(prefill=[engines["p"].url], decode=[engines["d"].url], health__interval_seconds=60) as gateway,
+        running(prefill=[engines["p"].url], decode=[engines["d"].url], **QUIET) as gateway,
     ):
         port = int(gateway.url.rpartition(":")[2])
         async with RawClient(port) as client:
