@@ -4,6 +4,7 @@ import pytest
 
 from kvroute._core import Body
 from kvroute.fleet import Endpoint, Fleet
+from kvroute.fleet.endpoint import Capabilities
 from kvroute.plan.api import whole_reason
 from kvroute.plan.plan import make_plan
 from kvroute.plan.router import Question, Router
@@ -90,6 +91,33 @@ def test_a_pin_for_decode_says_nothing_of_prefill():
     made = plan(fleet, sticky="http://d:1")
 
     assert [engine.url for engine in made.prefills] == ["http://p2:1"]
+
+
+def sized(name, role, block_size, plugin=None):
+    made = endpoint(name, role)
+    made.capabilities = Capabilities(block_size=block_size, plugin=plugin)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "mode"),
+    [
+        (sized("p", "prefill", 32), sized("d", "decode", 64), "whole_on_decode"),
+        (sized("p", "prefill", 64, "0.1"), sized("d", "decode", 32), "whole_on_decode"),
+        (sized("p", "prefill", 32), sized("d", "decode", 64, "0.1"), "disaggregated"),
+        (sized("p", "prefill", 32), sized("d", "decode", 32), "disaggregated"),
+        (sized("p", "prefill", None), sized("d", "decode", 32), "disaggregated"),
+    ],
+)
+def test_blocks_of_another_size_are_handed_to_nobody_who_cannot_refuse_them(prefill, decode, mode):
+    made = plan(Fleet([prefill, decode]))
+    assert (made.mode, made.reason) == (mode, "block_sizes_differ" if mode == "whole_on_decode" else None)
+
+
+def test_among_engines_of_several_block_sizes_the_legs_fit_each_other():
+    engines = [sized(f"{role[0]}{size}", role, size) for role in ("prefill", "decode") for size in (32, 64)]
+    made = plan(Fleet(engines), sticky="http://d64:1")
+    assert [engine.url for engine in (*made.prefills, *made.targets)] == ["http://p64:1", "http://d64:1"]
 
 
 def test_models_are_merged_from_healthy_engines_once_each():

@@ -70,17 +70,31 @@ def make_plan(
     if direct is not None and whole is None:
         return Plan("direct", (direct,), question=question)
     targets = router.rank("decode" if disaggregated else "both", question, now)
-    engines = tuple(candidate.endpoint for candidate in targets)
 
     def planned(mode: Mode, prefills: Sequence[Candidate] = (), reason: str | None = None) -> Plan:
-        first = tuple(candidate.endpoint for candidate in prefills)
-        return Plan(mode, engines, first, reason, (*prefills, *targets), question)
+        first = [candidate.endpoint for candidate in prefills]
+        second = [candidate.endpoint for candidate in targets]
+        able = [engine for engine in second if all(hands_over(prefill, engine) for prefill in first)]
+        return Plan(mode, tuple(able), tuple(first), reason, (*prefills, *targets), question)
 
     if not disaggregated:
         return planned("aggregated")
     if whole is not None:
         return planned("whole_on_decode", reason=whole)
-    prefills = router.rank("prefill", question, now)
+    ranked = router.rank("prefill", question, now)
+    prefills = [candidate for candidate in ranked if not targets or hands_over(candidate.endpoint, targets[0].endpoint)]
+    if ranked and not prefills:
+        return planned("whole_on_decode", reason="block_sizes_differ")
     if not prefills and fallback == "decode":
         return planned("whole_on_decode", reason="no_prefill_engine")
     return planned("disaggregated", prefills)
+
+
+def hands_over(prefill: Endpoint, decode: Endpoint) -> bool:
+    """Whether decode takes prefill's KV over as it is.
+
+    Between blocks of different sizes vLLM 0.32 has answered 200 with other text, or 500. The plugin on decode keeps it
+    from taking such blocks; without it nobody would.
+    """
+    ours, theirs = prefill.capabilities.block_size, decode.capabilities.block_size
+    return ours is None or theirs is None or ours == theirs or decode.capabilities.plugin is not None
