@@ -189,7 +189,7 @@ def _pairs(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
                     "warning",
                     pair,
                     f"block sizes {ours.block_size} and {theirs.block_size} differ",
-                    "no KV is read back or handed over between them, prompts are computed on decode",
+                    "no KV is read back between them, and none is handed over where decode has no plugin",
                     "start both with the same --block-size",
                 )
             if ours.scheme is not None and theirs.scheme is not None and ours.scheme != theirs.scheme:
