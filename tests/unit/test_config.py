@@ -146,6 +146,38 @@ def test_unverified_reuse_has_to_be_admitted():
     assert settings.conversations.verify == "off"
 
 
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        ({"conversations.verify": "off"}, "conversations.verify: off needs allow_wrong_answers: true"),
+        ({"signals.max_age_seconds": "0.1"}, "signals.max_age_seconds: must be above scrape_seconds"),
+        (
+            {"conversations.ttl_seconds": "10", "conversations.unnamed_ttl_seconds": "20"},
+            "conversations.unnamed_ttl_seconds: must be at most ttl_seconds",
+        ),
+        ({"selective_kv.load_policy": "threshold"}, "selective_kv.min_external_reusable_tokens: load_policy threshold"),
+        ({"endpoints": "[{url: http://a:1, kv_events_replay: tcp://a:2}]"}, "endpoints.0.kv_events_replay: needs"),
+    ],
+)
+def test_a_rule_of_a_section_names_the_setting_that_it_is_about(assignments, words):
+    said = refused(assignments=list(assignments.items()), endpoints=() if "endpoints" in assignments else ENGINE)
+
+    assert said.startswith(words)
+
+
+def test_events_that_cannot_be_heard_name_the_setting(monkeypatch):
+    monkeypatch.setattr("kvroute.config.settings.find_spec", lambda _: None)
+
+    assert refused(assignments=[("signals.kv_events", "on")], endpoints=ENGINE).startswith("signals.kv_events: ")
+
+
+def test_optional_sections_are_described_with_their_members():
+    names = [name for name, _, _ in describe_settings()]
+
+    assert {"selective_kv", "selective_kv.load_policy", "selective_kv.max_waiting_requests"} <= set(names)
+    assert len(names) == len(set(names))
+
+
 def test_keys_are_not_shown_by_settings_or_errors():
     settings = load(assignments=[("server.api_keys", "[CANARY]")], endpoints=ENGINE)
     assert "CANARY" not in repr(settings) + settings.model_dump_json()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 from pydantic import BaseModel
@@ -95,8 +95,11 @@ def _describe(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, s
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _describe(field.annotation, f"{prefix}{name}.")
-        else:
-            default = "" if field.default in (PydanticUndefined, ()) else str(field.default)
-            yield f"{prefix}{name}", default, field.description or ""
+            continue
+        default = "" if field.default in (PydanticUndefined, (), None) else str(field.default)
+        yield f"{prefix}{name}", default, field.description or ""
+        for kind in get_args(field.annotation):  # an optional section has its type among these
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and name not in _LISTS:
+                yield from _describe(kind, f"{prefix}{name}.")
         if name in _LISTS:
             yield from _describe(_LISTS[name], f"{prefix}{name}[].")

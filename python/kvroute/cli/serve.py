@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
 import resource
 import sys
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from kvroute import log
 from kvroute.cli.findings import findings, summary
@@ -39,10 +41,7 @@ def serve(*, list_settings: bool, **options: Any) -> None:
     Settings come from defaults, the file of --config, variables such as KVROUTE_SERVER__PORT, and flags; the later win.
     """
     if list_settings:
-        table = Table("setting", "default", "meaning", show_edge=False, pad_edge=False)
-        for row in describe_settings():
-            table.add_row(*row)
-        Console().print(table)
+        _list_settings(Console())
         return
     settings = settings_from(**options)
     log.setup(settings.log.level)
@@ -62,10 +61,21 @@ def serve(*, list_settings: bool, **options: Any) -> None:
         raise click.UsageError(str(error)) from None
     except OSError as error:
         click.echo(
-            f"kvroute: cannot listen on {settings.server.host}:{settings.server.port}: {error.strerror or error}",
+            f"kvroute: cannot listen on {settings.server.host}:{settings.server.port}: {error.strerror or error}"
+            + ("; take another port with --port" if error.errno == errno.EADDRINUSE else ""),
             err=True,
         )
         sys.exit(1)
+
+
+def _list_settings(console: Console) -> None:
+    """Print every setting: in paragraphs on a terminal, else as one line each, for grep."""
+    for name, default, meaning in describe_settings():
+        if console.is_terminal:
+            console.print(Text.assemble((name, "bold"), f"={default}"), soft_wrap=True)
+            console.print(Padding(Text(meaning), (0, 0, 0, 4)))
+        else:
+            click.echo(f"{name}={default}  # {meaning}")
 
 
 def _give_bodies_back() -> None:

@@ -122,6 +122,10 @@ def _lines(error: ValidationError) -> list[str]:
     for item in error.errors(include_url=False, include_input=False):
         where = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
+        # A rule of a whole section names the member that it is about.
+        member, colon, rest = message.partition(": ")
+        if where and colon and _exists([part for part in item["loc"] if isinstance(part, str)] + [member]):
+            where, message = f"{where}.{member}", rest
         if item["type"] == "extra_forbidden":
             message = "there is no such setting; `kvroute serve --settings` lists them"
         lines.append(f"{where}: {message}" if where else message)

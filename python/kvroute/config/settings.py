@@ -369,7 +369,7 @@ class Conversations(Section):
     @model_validator(mode="after")
     def _unnamed_ones_are_shorter(self) -> Conversations:
         if self.unnamed_ttl_seconds > self.ttl_seconds and "unnamed_ttl_seconds" in self.model_fields_set:
-            raise ValueError("unnamed_ttl_seconds must be at most ttl_seconds")
+            raise ValueError("unnamed_ttl_seconds: must be at most ttl_seconds")
         return self
 
     @model_validator(mode="after")
@@ -453,7 +453,7 @@ class Settings(Section):
     def _events_can_be_heard(self) -> Settings:
         wanted = self.signals.kv_events == "on" or any(endpoint.kv_events for endpoint in self.endpoints)
         if wanted and self.signals.kv_events != "off" and find_spec("zmq") is None:
-            raise ValueError("kv_events: hearing them needs pyzmq: pip install 'kvroute[events]'")
+            raise ValueError("signals.kv_events: hearing them needs pyzmq: pip install 'kvroute[events]'")
         return self
 
     @property

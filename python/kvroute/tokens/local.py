@@ -54,14 +54,12 @@ class LocalTokenizer:
             from kvroute.tokens.segments import SegmentedEncoder  # noqa: PLC0415 - as above
             from kvroute.tokens.template import ChatTemplate  # noqa: PLC0415 - as above
         except ImportError as error:
-            raise TokenizerError(
-                f"tokenizers: {error.name} is not installed: pip install 'kvroute[tokenizer]'"
-            ) from None
+            raise TokenizerError(f"{error.name} is not installed: pip install 'kvroute[tokenizer]'") from None
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # noqa: BLE001 - the library raises plain exceptions
-            raise TokenizerError(f"tokenizers: {file} cannot be read: {error}") from None
+            raise TokenizerError(f"{file} cannot be read: {error}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = _read_config(file.parent)

@@ -14,7 +14,7 @@ from kvroute.aio import timeout
 from kvroute.fleet.probe import headers_for
 from kvroute.tokens.breaker import Breaker
 from kvroute.tokens.engine import FAULTS, tokenize
-from kvroute.tokens.local import LocalTokenizer
+from kvroute.tokens.local import LocalTokenizer, TokenizerError
 from kvroute.tokens.parity import Asked, Proof, prove
 from kvroute.tokens.request import Ask, ContentFormat, NoTokens, read_ask
 
@@ -70,10 +70,7 @@ class Prompts:
         self._rest = settings.tokenize.rest_seconds
         self._pool = pool
         self._metrics = metrics
-        self._local = {
-            item.model: LocalTokenizer.load(Path(item.path).expanduser(), cache_bytes=settings.tokenize.cache_bytes)
-            for item in settings.tokenizers
-        }
+        self._local = {item.model: _local(settings, position) for position, item in enumerate(settings.tokenizers)}
         self._proofs: dict[Key, Proof] = {}
         self._incomplete: dict[Key, int] = {}
         self._proving: dict[Key, asyncio.Task[None]] = {}
@@ -243,3 +240,12 @@ class Prompts:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _local(settings: Settings, position: int) -> LocalTokenizer:
+    """A configured local tokenizer; one that cannot be used is named by its setting."""
+    path = Path(settings.tokenizers[position].path).expanduser()
+    try:
+        return LocalTokenizer.load(path, cache_bytes=settings.tokenize.cache_bytes)
+    except TokenizerError as error:
+        raise TokenizerError(f"tokenizers.{position}.path: {error}") from None
