@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from importlib import import_module
 
 import pytest
 import yaml
@@ -9,8 +10,10 @@ from click.testing import CliRunner
 
 from kvroute import __version__
 from kvroute.cli import main
+from kvroute.cli.finding import Finding
 from kvroute.cli.findings import findings, summary
 from kvroute.cli.hearing import hearing
+from kvroute.cli.options import describe_settings
 from kvroute.sim import EngineSpec, SimFleet
 from tests.support.gateway import running, until
 from tests.support.publisher import Publisher
@@ -57,10 +60,114 @@ async def test_a_decode_engine_without_the_plugin_takes_part_where_answers_do_no
     assert "VLLM_PLUGINS=kvroute" in warning
 
 
-async def test_bidirectional_transfer_that_is_off_makes_reuse_a_no_op():
-    items, _, _ = await found(EngineSpec("p", "prefill", bidirectional=False), DECODE)
+@pytest.mark.parametrize("nixl", [True, False])
+async def test_each_engine_has_one_finding_for_one_cause(nixl):
+    engines = [dataclasses.replace(spec, bidirectional=False, nixl=nixl) for spec in (PREFILL, DECODE)]
+    items, _, urls = await found(*engines)
 
-    assert any("bidirectional_kv_xfer is off" in line for line in lines(items, "warning"))
+    said = [item for item in items if item.level != "ok"]
+    assert [item.subject for item in said] == urls
+    words = "bidirectional_kv_xfer is off" if nixl else "has no KV connector"
+    assert {item.what for item in said} == {words}
+    assert not [line for line in lines(items, "warning") if "release" in line]
+
+
+async def capable(name, changes, **settings):
+    """What is found about one engine of a pair whose plugin says something else."""
+    async with (
+        SimFleet([PREFILL, DECODE], time_scale=0) as fleet,
+        running(prefill=[fleet["p"].url], decode=[fleet["d"].url], **settings) as gateway,
+    ):
+        state = gateway.endpoint(fleet[name].url)
+        state.capabilities = dataclasses.replace(state.capabilities, **changes)
+        items = findings(gateway.gateway.settings, gateway.gateway.fleet)
+        return [item for item in items if item.subject == state.url]
+
+
+async def test_features_that_are_off_for_one_reason_are_one_warning():
+    off = dict.fromkeys(("export_digests", "verify_digests", "hold", "stream_params"), "vLLM 0.99 is not known")
+    features = dict.fromkeys(off, False)
+
+    (decode,) = await capable("d", {"off": off, **features})
+    assert decode.what == "plugin features export_digests, stream_params, hold off: vLLM 0.99 is not known"
+    assert "vLLM release that the plugin supports" in decode.do
+
+    (prefill,) = await capable("p", {"off": off, **features}, conversations__verify="engine")
+    assert "its plugin does not (vLLM 0.99 is not known)" in prefill.what
+    assert "export_digests" not in prefill.line()
+
+
+@pytest.mark.parametrize(
+    ("lease", "handoff", "words"),
+    [(20, 25, ["is 20 s;"]), (30, 25, []), (30, 30, ["is 30 s;"]), (None, 31, ["is 30 s unless it is set;"])],
+)
+async def test_a_hand_off_that_may_outlive_its_lease_is_named(lease, handoff, words):
+    items = await capable("p", {"lease_seconds": lease}, pd__handoff_seconds=handoff)
+
+    warnings = lines(items, "warning")
+    assert len(warnings) == len(words)
+    assert all(f"kv_lease_duration {word}" in line for word, line in zip(words, warnings, strict=True))
+
+
+async def test_the_lease_is_as_the_plugin_says():
+    items, _, _ = await found(EngineSpec("p", "prefill", lease_seconds=20), DECODE)
+
+    assert [line for line in lines(items, "warning") if "pd.handoff_seconds" in line]
+
+
+async def test_reuse_that_is_switched_off_is_said():
+    items, _, _ = await found(PREFILL, DECODE, conversations__enabled=False)
+
+    assert [item.line() for item in items] == [
+        "fleet: conversations.enabled is false: no turn reuses KV of the last one"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "its plugin refuses handles without digests; no KV is read back"),
+        ({"verify_digests": False}, "nobody compares tokens; answers can be wrong"),
+        ({"verify_digests": False, "plugin": None, "bidirectional": False}, "xfer too; no KV is read back"),
+    ],
+)
+async def test_verification_that_is_off_is_said_with_what_comes_of_it(changes, words):
+    unsafe = {"conversations__verify": "off", "conversations__allow_wrong_answers": True}
+    (item,) = await capable("p", changes, **unsafe)
+
+    assert words in item.line()
+
+
+def test_every_setting_is_one_whole_line_without_a_terminal():
+    printed = run("serve", "--settings").output.splitlines()
+
+    assert [line.partition("=")[0] for line in printed] == [name for name, _, _ in describe_settings()]
+    assert "server.port=8000  # port to listen on; 0 lets the system choose" in printed
+    assert [line for line in printed if line.startswith("selective_kv.min_external_reusable_tokens=")]
+    assert [line for line in printed if "if kvroute[events] is installed" in line]
+
+
+def test_a_terminal_of_80_columns_shows_every_name_whole(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = run("serve", "--settings").output
+
+    assert "…" not in printed
+    assert "[events]" in printed
+    assert not [name for name, _, _ in describe_settings() if name not in printed]
+
+
+def test_check_prints_brackets_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "400")
+    finding = Finding("warning", "http://[::1]:1", "endpoints[].models", "means [red]", "pip install kvroute[events]")
+    module = import_module("kvroute.cli.check")  # as an attribute the name is the command
+    monkeypatch.setattr(module, "findings", lambda *_: [finding])
+    monkeypatch.setattr(module, "summary", lambda _: ["model org/[bold]name"])
+    printed = run("check", "--endpoint", "http://127.0.0.1:1").output
+
+    assert "model org/[bold]name" in printed
+    assert [text for text in (finding.subject, finding.what, finding.means, finding.do) if text not in printed] == []
 
 
 async def test_a_setting_that_the_engine_speaks_against_is_named(tmp_path):
@@ -189,7 +296,7 @@ async def test_a_fleet_that_works_is_exit_code_0():
         (["serve", "--endpoint", "http://a:1", "--set", "x"], 2, "SETTING=VALUE"),
         (["serve", "--endpoint", "http://a:1", "--set", "server.prot=1"], 2, "no setting server.prot"),
         (["serve", "--endpoint", "http://a:1", "--port", "99999"], 2, "server.port"),
-        (["check", *tokenizers("{model: m, path: /nonexistent}")], 2, "/nonexistent"),
+        (["check", *tokenizers("{model: m, path: /nonexistent}")], 2, "tokenizers.0.path: /nonexistent"),
         (["serve", *tokenizers("{model: m, path: /nonexistent}")], 2, "/nonexistent"),
         (["serve", *tokenizers("{model: m, path: a}, {model: m, path: b}")], 2, "a model is listed twice"),
         (["serve", "--settings"], 0, "tokenizers[].path"),

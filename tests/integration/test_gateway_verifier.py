@@ -287,7 +287,7 @@ async def test_check_says_that_the_gateway_compares(fleet, config):
         assert gateway.metric("kvroute_endpoint_verifier", endpoint=fleet["p"].url, verifier="gateway") == 1
 
     assert any("chat and completions is reused: kvroute's engine plugin is not there" in s for s in said)
-    assert any("/tokenize make the tokens that the engine computes" in line for line in said)
+    assert any("/tokenize makes the tokens that the engine computes" in line for line in said)
 
 
 async def test_a_salt_counts_as_the_engine_keys_it(fleet, client, config):

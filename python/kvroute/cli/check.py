@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvroute import log
@@ -39,11 +40,14 @@ def check(**options: Any) -> None:
         raise click.UsageError(str(error)) from None
     console = Console()
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if console.is_terminal:
-        table = Table("", "where", "found", "which means", "do", show_edge=False, pad_edge=False)
+        table = Table(show_edge=False, pad_edge=False)
+        for title in ("", "where", "found", "which means", "do"):
+            table.add_column(title, overflow="fold")
         for item in found:
-            table.add_row(f"[{_STYLES[item.level]}]{item.level}", item.subject, item.what, item.means, item.do)
+            texts = map(escape, (item.subject, item.what, item.means, item.do))
+            table.add_row(f"[{_STYLES[item.level]}]{item.level}", *texts)
         console.print(table)
     else:
         for item in found:

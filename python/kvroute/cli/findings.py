@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvroute.cli.finding import Finding
-from kvroute.cli.verifiers import verifiers
+from kvroute.cli.verifiers import BIDIRECTIONAL, REMEDY, verifiers
 from kvroute.kv.selective import ineffective
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ def findings(settings: Settings, fleet: Fleet, prompts: Prompts | None = None) -
             found.extend(_reuse(settings, endpoint, prompts))
         found.extend(_selective(settings, endpoint))
     if settings.disaggregated:
+        if not settings.conversations.enabled:
+            found.append(Finding("ok", "fleet", "conversations.enabled is false: no turn reuses KV of the last one"))
+        found.extend(_leases(settings, fleet))
         found.extend(_pairs(settings, fleet))
     else:
         found.extend(_models(fleet.of_role("both")))
@@ -111,14 +114,40 @@ def _reachability(endpoint: Endpoint) -> Iterator[Finding]:
 
 
 def _reuse(settings: Settings, endpoint: Endpoint, prompts: Prompts | None) -> Iterator[Finding]:
+    """What stands against reuse between turns: one finding for one cause, the first of those that hide the others."""
     able = endpoint.capabilities
     if not settings.conversations.enabled:
         return
-    if endpoint.role == "prefill":
+    for name in endpoint.declared.contradictions(able):
+        yield Finding(
+            "warning",
+            endpoint.url,
+            f"endpoints[].{name} is not what the engine says",
+            "the engine's word counts",
+            "correct the setting, or the engine",
+        )
+    if able.plugin is not None and able.connector is None:
+        yield Finding(
+            "error",
+            endpoint.url,
+            "has no KV connector",
+            "it cannot hand KV over",
+            'start it with --kv-transfer-config \'{"kv_connector": "NixlConnector", …}\'',
+        )
+    elif able.plugin is not None and able.bidirectional is not True:
+        state = "off" if able.bidirectional is False else "unknown"
+        yield Finding(
+            "warning",
+            endpoint.url,
+            f"bidirectional_kv_xfer is {state}",
+            "no KV is read back for next turns",
+            BIDIRECTIONAL,
+        )
+    elif endpoint.role == "prefill":
         yield from verifiers(settings, endpoint, prompts)
-    if able.plugin is None:
-        if endpoint.role == "prefill":
-            return
+    elif able.plugin is not None:
+        yield from _digests(endpoint)
+    else:
         yield Finding(
             "warning",
             endpoint.url,
@@ -129,51 +158,48 @@ def _reuse(settings: Settings, endpoint: Endpoint, prompts: Prompts | None) -> I
             else "only replies of chat and completions that do not stream leave KV that next turns read back",
             "pip install kvroute in the engine's environment and start it with VLLM_PLUGINS=kvroute",
         )
-        return
-    if able.connector is None:
-        yield Finding(
-            "error",
-            endpoint.url,
-            "has no KV connector",
-            "it cannot hand KV over",
-            'start it with --kv-transfer-config \'{"kv_connector": "NixlConnector", …}\'',
-        )
-    elif able.bidirectional is not True and endpoint.role != "prefill":
-        yield Finding(
-            "warning",
-            endpoint.url,
-            "bidirectional_kv_xfer is off",
-            "no KV is read back for next turns",
-            "set kv_connector_extra_config.bidirectional_kv_xfer: true on prefill and decode",
-        )
-    for feature, reason in sorted(able.off.items()):
-        yield Finding(
-            "warning",
-            endpoint.url,
-            f"plugin feature {feature} is off: {reason}",
-            _FEATURES.get(feature, "that part of reuse does not act"),
-            "use a vLLM release that the plugin supports",
-        )
-    wanted = {"prefill": ("verify_digests",), "decode": ("export_digests", "stream_params")}[endpoint.role]
-    missing = [name for name in wanted if not getattr(able, name) and name not in able.off]
-    for name in missing:
-        yield Finding(
-            "warning",
-            endpoint.url,
-            f"plugin feature {name} is off",
-            _FEATURES[name],
-            "use a vLLM release that the plugin supports",
-        )
-    if not missing and able.bidirectional and endpoint.role == "decode":
-        yield Finding("ok", endpoint.url, "sends digests of its KV, in streams too")
+
+
+def _digests(decode: Endpoint) -> Iterator[Finding]:
+    """Which parts of the plugin do not act on a decode engine."""
+    able = decode.capabilities
+    causes: dict[str, list[str]] = {}
+    for feature in _FEATURES:
+        if not getattr(able, feature):
+            causes.setdefault(able.off.get(feature, "it does not say why"), []).append(feature)
+    for reason, off in causes.items():
+        names = f"{'features' if len(off) > 1 else 'feature'} {', '.join(off)}"
+        means = "; ".join(_FEATURES[feature] for feature in off)
+        yield Finding("warning", decode.url, f"plugin {names} off: {reason}", means, REMEDY)
+    if able.export_digests and able.stream_params:
+        yield Finding("ok", decode.url, "sends digests of its KV, in streams too")
 
 
 _FEATURES = {
-    "verify_digests": "handles are discarded, every prompt is prefilled from scratch",
     "export_digests": "handles carry nothing to verify and are discarded",
     "stream_params": "streamed chat and completions return no handle, their next turn is prefilled from scratch",
     "hold": "blocks that no next turn can read stay held on the decode engine until a release or its TTL",
 }
+
+_DEFAULT_LEASE_SECONDS = 30.0  # vLLM's kv_lease_duration
+
+
+def _leases(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
+    """Where a hand-off may be sent whose blocks the prefill engine has freed already."""
+    handoff = settings.pd.handoff_seconds
+    for prefill in fleet.of_role("prefill"):
+        if not prefill.healthy:
+            continue
+        said = prefill.capabilities.lease_seconds
+        lease = _DEFAULT_LEASE_SECONDS if said is None else said
+        if handoff >= lease:
+            yield Finding(
+                "warning",
+                prefill.url,
+                f"kv_lease_duration is {lease:g} s" + (" unless it is set" if said is None else ""),
+                f"its blocks may be gone before a hand-off is {handoff:g} s old (pd.handoff_seconds)",
+                "set pd.handoff_seconds below it",
+            )
 
 
 def _pairs(settings: Settings, fleet: Fleet) -> Iterator[Finding]:

@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from kvroute.plan.reuse import Acting
     from kvroute.tokens import Prompts
 
-_ENGINE_CANNOT = {
-    "not_configured": "conversations.verify is gateway",
-    "prefill_does_not_verify": "its plugin does not",
-    "prefill_unknown": "its bidirectional_kv_xfer is unknown",
-    "prefill_not_bidirectional": "its bidirectional_kv_xfer is off",
-}
 _GATEWAY_CANNOT = {
     "not_configured": "conversations.verify is engine",
     "block_size_unknown": "its block size is unknown",
@@ -29,15 +23,19 @@ _GATEWAY_CANNOT = {
     "prefill_unknown": "its bidirectional_kv_xfer is unknown",
     "prefill_not_bidirectional": "its bidirectional_kv_xfer is off",
 }
+BIDIRECTIONAL = "set kv_connector_extra_config.bidirectional_kv_xfer: true on prefill and decode"
 _INSTALL = "pip install kvroute in the engine's environment and start it with VLLM_PLUGINS=kvroute"
 _DO = {
     "block_size_unknown": "start the engine without --disable-log-stats",
     "layout_unknown": f"{_INSTALL}, or declare endpoints[].kv_layout",
     "layout": _INSTALL,
     "prefill_unknown": f"{_INSTALL}, or declare endpoints[].bidirectional_kv_xfer and kv_layout",
-    "prefill_not_bidirectional": "set kv_connector_extra_config.bidirectional_kv_xfer: true on prefill and decode",
+    "prefill_not_bidirectional": BIDIRECTIONAL,
     "not_configured": f"{_INSTALL}, or set conversations.verify: auto",
 }
+
+
+REMEDY = "change that, or use a vLLM release that the plugin supports"
 
 
 def verifiers(settings: Settings, prefill: Endpoint, prompts: Prompts | None) -> Iterator[Finding]:
@@ -48,16 +46,8 @@ def verifiers(settings: Settings, prefill: Endpoint, prompts: Prompts | None) ->
         prefill: The engine, probed.
         prompts: What was found about its prompts' tokens; None leaves that out.
     """
-    for name in prefill.declared.contradictions(prefill.capabilities):
-        yield Finding(
-            "warning",
-            prefill.url,
-            f"endpoints[].{name} is not what the engine says",
-            "the engine's word counts",
-            "correct the setting, or the engine",
-        )
     if settings.conversations.verify == "off":
-        yield Finding("warning", prefill.url, "nobody compares tokens", "answers can be wrong", "unset verify: off")
+        yield _unverified(prefill)
         return
     who = acting(prefill.capabilities, settings.conversations.verify)
     if who.verifier == "engine":
@@ -77,15 +67,33 @@ def verifiers(settings: Settings, prefill: Endpoint, prompts: Prompts | None) ->
             f"nobody verifies tokens: {_why_not(prefill, who)}, and the gateway cannot: "
             f"{_GATEWAY_CANNOT[who.gateway_cannot]}",
             "no KV is read back, every prompt is prefilled from scratch",
-            _DO[who.gateway_cannot],
+            _DO[who.gateway_cannot] if prefill.capabilities.plugin is None else REMEDY,
         )
+
+
+def _unverified(prefill: Endpoint) -> Finding:
+    """What ``verify: off`` does on a prefill engine: handles go there without digests."""
+    able = prefill.capabilities
+    if able.verify_digests:
+        what = "conversations.verify is off, and its plugin refuses handles without digests"
+    elif able.bidirectional is False:
+        what = "conversations.verify is off, and its bidirectional_kv_xfer too"
+    else:
+        return Finding(
+            "warning", prefill.url, "nobody compares tokens", "answers can be wrong", "unset conversations.verify"
+        )
+    means = "no KV is read back, every prompt is prefilled from scratch"
+    return Finding("warning", prefill.url, what, means, "unset conversations.verify")
 
 
 def _why_not(prefill: Endpoint, who: Acting) -> str:
     """Why the engine itself does not compare."""
-    if prefill.capabilities.plugin is None and who.engine_cannot != "not_configured":
+    able = prefill.capabilities
+    if who.engine_cannot == "not_configured":
+        return "conversations.verify is gateway"
+    if able.plugin is None:
         return "kvroute's engine plugin is not there"
-    return _ENGINE_CANNOT[who.engine_cannot or "not_configured"]
+    return f"its plugin does not ({able.off.get('verify_digests', 'verify_digests is off')})"
 
 
 def _tokens(prefill: Endpoint, prompts: Prompts) -> Iterator[Finding]:
@@ -103,7 +111,8 @@ def _tokens(prefill: Endpoint, prompts: Prompts) -> Iterator[Finding]:
         )
         return
     sources = [name for name, on in (("/tokenize", proof.engine), ("the local tokenizer", proof.local)) if on]
-    yield Finding("ok", prefill.url, f"{' and '.join(sources)} make the tokens that the engine computes")
+    verb = "makes" if len(sources) == 1 else "make"
+    yield Finding("ok", prefill.url, f"{' and '.join(sources)} {verb} the tokens that the engine computes")
     for what, said in proof.against.items():
         if proof.mismatch or what == "local":
             yield Finding("warning", prefill.url, f"{what} {said}", "it is not used for such prompts", "see the log")

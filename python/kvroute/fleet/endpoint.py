@@ -60,6 +60,7 @@ class Capabilities:
     verify_digests: bool = False
     hold: bool = False
     decoder_ttl_seconds: float | None = None
+    lease_seconds: float | None = None
     prefix_caching: bool | None = None
     off: Mapping[str, str] = dataclasses.field(default_factory=dict)
     recompute_threshold: int | None = None
@@ -83,10 +84,13 @@ class Capabilities:
             value = report.get(name)
             return value if isinstance(value, bool) else None
 
+        def seconds(name: str) -> float | None:
+            value = report.get(name)
+            return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
         features = report.get("features")
         on = features if isinstance(features, dict) else {}
         off = report.get("off")
-        ttl = report.get("decoder_kv_blocks_ttl")
         return cls(
             version=text("vllm") or version,
             plugin=text("kvroute"),
@@ -100,7 +104,8 @@ class Capabilities:
             export_digests=on.get("export_digests") is True,
             verify_digests=on.get("verify_digests") is True,
             hold=on.get("hold") is True,
-            decoder_ttl_seconds=float(ttl) if isinstance(ttl, (int, float)) and not isinstance(ttl, bool) else None,
+            decoder_ttl_seconds=seconds("decoder_kv_blocks_ttl"),
+            lease_seconds=seconds("kv_lease_duration"),
             prefix_caching=flag("prefix_caching"),
             off={str(key): str(value) for key, value in off.items()} if isinstance(off, dict) else {},
             recompute_threshold=whole("kv_recompute_threshold"),
