@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 $(VENV)/.built: $(STAMP) $(SOURCES)
-	$(BIN)/maturin develop --release --quiet
+	PIP_QUIET=1 $(BIN)/maturin develop --release --quiet
 	@touch $@
 
 dev: $(VENV)/.built ## virtual environment with kvroute built into it
@@ -61,8 +61,8 @@ engine-env: $(STAMP) ## build or reuse the environment of the real engines (6.4 
 engine-test: dev ## tests on a real vLLM prefill/decode pair
 	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) -m engine -s
 
-run: dev ## the gateway on simulated engines: a report of what it does, then it stays up for curl
-	$(BIN)/kvroute demo
+run: dev ## the gateway on simulated engines: a report of what it does, then it stays up for curl (PORT=8010 for another port)
+	$(BIN)/kvroute demo $(if $(PORT),--port $(PORT))
 
 run-engines: dev ## the gateway on a real vLLM prefill/decode pair, and curl commands to try
 	$(BIN)/python -m tests.engine.run

@@ -91,3 +91,4 @@ def test_a_port_that_is_taken_is_said():
         result = CliRunner().invoke(main, ["demo", "--once", "--port", str(taken.getsockname()[1])])
     assert result.exit_code == 1
     assert "cannot listen" in result.output
+    assert "make run PORT=8010" in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -45,7 +46,12 @@ def demo(*, once: bool, port: int, time_scale: float) -> None:
     try:
         sys.exit(asyncio.run(_run(console, once=once, port=port, time_scale=time_scale)))
     except OSError as error:
-        click.echo(f"kvroute: cannot listen: {error.strerror or error}", err=True)
+        hint = (
+            "; take another port with `kvroute demo --port 8010` or `make run PORT=8010`"
+            if error.errno == errno.EADDRINUSE
+            else ""
+        )
+        click.echo(f"kvroute: cannot listen: {error.strerror or error}{hint}", err=True)
         sys.exit(1)
 
 

@@ -50,8 +50,8 @@ def bursts(console: Console, free: Burst, none: Burst) -> None:
     same = sum(one.text == other.text for one, other in zip(free.answers, none.answers, strict=True))
     console.print(f"Same text with loads and without: {same} of {len(free.answers)}.")
     console.print(
-        "The vetoes here are the client's. The selective policy, by which the gateway decides for each request whether "
-        "a load is worth its wait, is not in this release.",
+        "The vetoes here are the client's. By the selective policy (settings selective_kv.*) the gateway decides for "
+        "each request whether a load is worth its wait: see docs/selective-kv.md.",
         style="dim",
     )
 
