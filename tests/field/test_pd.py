@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,12 @@ FORCED = {
 }
 
 
+def sealing(gateway: Running) -> None:
+    """Make the gateway believe that all engines run the plugin, which compares the prompts of both legs."""
+    for endpoint in gateway.gateway.fleet.endpoints:
+        endpoint.capabilities = dataclasses.replace(endpoint.capabilities, plugin="0.1.0")
+
+
 def strict(api: str) -> Any:
     """A prefill engine that refuses whatever has made engines refuse, or fail, in a one-token run."""
 
@@ -99,6 +106,7 @@ async def test_pd_01_the_prefill_leg_is_one_token_whatever_the_client_asks(api, 
     members = b",".join(b'"%b":%b' % (name.encode(), raw) for name, raw in fields.items())
     body = b'{"model":"m",%b,%b}' % (PROMPTS[api], members)
     async with fleet("disaggregated", prefill=strict(api)) as served, served.client() as client:
+        sealing(served.gateway)
         answer = await client.request(target=PATHS[api], body=body)
         assert served.gateway.metric("kvroute_pd_handoffs_total", outcome="ok") == 1
     assert answer.status == 200
@@ -116,12 +124,26 @@ async def test_pd_01_what_one_handle_cannot_serve_runs_whole(field):
     assert [call.body for call in served.engine.calls] == [body]
 
 
+@pytest.mark.parametrize(
+    "member",
+    [b'"response_format":{"type":"json_object"}', b'"tool_choice":"required"', b'"tool_choice":{"type":"any"}'],
+)
+async def test_pd_07_what_may_be_rendered_on_one_leg_alone_runs_on_one_engine_unless_both_compare(member):
+    # Some renderers put the format or the choice into the prompt: decode then asked for more blocks than prefill had.
+    body = b",".join((BASE[:-1], member)) + b"}"
+    async with fleet("disaggregated") as served, served.client() as client:
+        assert (await client.request(target=CHAT, body=body)).status == 200
+        assert served.gateway.metric("kvroute_pd_whole_total", reason="prompts_may_differ") == 1
+    assert [call.body for call in served.engine.calls] == [body]
+
+
 @pytest.mark.parametrize("choice", FORCED.values(), ids=FORCED)
 async def test_pd_07_a_forced_tool_is_for_decode_alone(choice):
     prompt = b'"chat_template_kwargs":{"enable_thinking":false},"add_generation_prompt":true,"reasoning_effort":"low"'
     shape = b'"response_format":{"type":"json_schema","json_schema":{"name":"s","schema":{}}},"guided_choice":["a","b"]'
     body = b",".join((BASE[:-1], TOOLS, prompt, shape, b'"tool_choice":' + choice)) + b"}"
     async with fleet("disaggregated", prefill=strict("chat")) as served, served.client() as client:
+        sealing(served.gateway)
         assert (await client.request(target=CHAT, body=body)).status == 200
         assert total(served.gateway, "kvroute_pd_prefill_retries_total") == 0
     assert served.engine.calls[0].body == with_params(body)

@@ -31,7 +31,11 @@ def plan(fleet, *, sticky=None, **changes):
         ("chat", {"n": 2}, "several_choices"),
         ("chat", {"n": "2"}, "several_choices"),
         ("chat", {"n": 2.0}, "several_choices"),
-        ("chat", {"n": "many"}, None),
+        ("chat", {"n": "many"}, "several_choices"),
+        ("chat", {"n": "2.0"}, "several_choices"),
+        ("chat", {"n": "1_0"}, "several_choices"),
+        ("chat", {"truncate_prompt_tokens": -1}, "truncated_prompt"),
+        ("chat", {"truncate_prompt_tokens": None}, None),
         ("completions", {"prompt": "a", "best_of": 3}, "several_choices"),
         ("completions", {"prompt": "a"}, None),
         ("completions", {"prompt": [1, 2, 3]}, None),
@@ -104,12 +108,12 @@ def sized(name, role, block_size, plugin=None):
     [
         (sized("p", "prefill", 32), sized("d", "decode", 64), "whole_on_decode"),
         (sized("p", "prefill", 64, "0.1"), sized("d", "decode", 32), "whole_on_decode"),
-        (sized("p", "prefill", 32), sized("d", "decode", 64, "0.1"), "disaggregated"),
+        (sized("p", "prefill", 32, "0.1"), sized("d", "decode", 64, "0.1"), "whole_on_decode"),
         (sized("p", "prefill", 32), sized("d", "decode", 32), "disaggregated"),
         (sized("p", "prefill", None), sized("d", "decode", 32), "disaggregated"),
     ],
 )
-def test_blocks_of_another_size_are_handed_to_nobody_who_cannot_refuse_them(prefill, decode, mode):
+def test_blocks_of_another_size_are_handed_to_nobody(prefill, decode, mode):
     made = plan(Fleet([prefill, decode]))
     assert (made.mode, made.reason) == (mode, "block_sizes_differ" if mode == "whole_on_decode" else None)
 

@@ -215,7 +215,7 @@ def _pairs(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
                     "warning",
                     pair,
                     f"block sizes {ours.block_size} and {theirs.block_size} differ",
-                    "no KV is read back between them, and none is handed over where decode has no plugin",
+                    "they are not paired: decode computes the prompts itself",
                     "start both with the same --block-size",
                 )
             if ours.scheme is not None and theirs.scheme is not None and ours.scheme != theirs.scheme:

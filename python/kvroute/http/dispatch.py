@@ -17,7 +17,7 @@ from kvroute.http.whole import serve_direct, serve_whole
 from kvroute.kv.names import names_of
 from kvroute.kv.params import Policy
 from kvroute.kv.turn import Turn
-from kvroute.plan.api import APIS, whole_reason
+from kvroute.plan.api import APIS, prompt_follows_output, whole_reason
 from kvroute.plan.direct import goes_direct
 from kvroute.plan.plan import make_plan
 
@@ -207,5 +207,6 @@ class Dispatcher:
             whole=whole,
             fallback=self._gateway.settings.pd.fallback,
             now=time.monotonic(),
+            sealed=incoming.body is not None and prompt_follows_output(incoming.body),
             direct=direct,
         )

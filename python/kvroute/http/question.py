@@ -47,14 +47,7 @@ async def ask(gateway: Gateway, incoming: Incoming, session: str | None) -> Ques
     if policy == "prefix_affinity" or gateway.selective.needs_evidence:
         found = await _tokens(gateway, incoming, body)
         if found is not None:
-            question = dataclasses.replace(
-                question,
-                tokens=len(found.ids),
-                ids=found.ids.tobytes(),
-                lora=_adapter(gateway, incoming.model),
-                salt=_salt(body),
-            )
-            question = dataclasses.replace(question, held=_held(gateway, question))
+            question = _by_tokens(gateway, incoming, body, found, question)
     return question
 
 
@@ -83,6 +76,21 @@ async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> Tokens | 
         return None  # counted there; routing goes on by load, by session and by where the text was sent
 
 
+def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, found: Tokens, question: Question) -> Question:
+    try:
+        salt = orjson.loads(body.raw("cache_salt") or b"null")
+    except orjson.JSONDecodeError:  # half of a surrogate pair, or a number beyond all: the engine will refuse it
+        return question
+    counted = dataclasses.replace(
+        question,
+        tokens=len(found.ids),
+        ids=found.ids.tobytes(),
+        lora=_adapter(gateway, incoming.model),
+        salt=salt if isinstance(salt, str) else None,
+    )
+    return dataclasses.replace(counted, held=_held(gateway, counted))
+
+
 def _held(gateway: Gateway, question: Question) -> Mapping[str, Mapping[str, int]]:
     """What each engine that is heard has of the prompt.
 
@@ -104,11 +112,6 @@ def note_sent(gateway: Gateway, question: Question, endpoint: Endpoint) -> None:
     if question.ids and endpoint.hearing.state == "live" and len(endpoint.hearing.ranks) == 1:
         until = time.monotonic() + _ASSUMED_SECONDS
         gateway.index.assume(endpoint.url, 0, question.ids, until=until, lora=question.lora, cache_salt=question.salt)
-
-
-def _salt(body: Body) -> str | None:
-    salt = orjson.loads(body.raw("cache_salt") or b"null")
-    return salt if isinstance(salt, str) else None
 
 
 def _adapter(gateway: Gateway, model: str | None) -> str | None:

@@ -118,7 +118,10 @@ def _text(body: Body, member: str) -> str | None:
     raw = body.raw(member)
     if raw is None or not raw.startswith(b'"') or not 2 < len(raw) <= LONGEST_ID + 2:
         return None
-    text: str = orjson.loads(raw)
+    try:
+        text: str = orjson.loads(raw)
+    except orjson.JSONDecodeError:  # half of a surrogate pair
+        return None
     return text
 
 
@@ -146,7 +149,10 @@ def _says_more_than_instructions(body: Body) -> bool:
     raw = body.raw("messages") or body.raw("input") or b"[]"
     if b'"system"' not in raw and b'"developer"' not in raw:
         return True
-    messages = orjson.loads(raw)
+    try:
+        messages = orjson.loads(raw)
+    except orjson.JSONDecodeError:  # half of a surrogate pair, or a number beyond all: no plain instructions
+        return True
     return not isinstance(messages, list) or any(
         not isinstance(message, dict) or message.get("role") not in _INSTRUCTIONS for message in messages
     )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-import orjson
-
-if TYPE_CHECKING:
-    from kvroute._core import Body
+from kvroute._core import Body, BodyError
 
 Api = Literal["chat", "completions", "responses", "messages"]
 
@@ -25,6 +22,7 @@ WholeReason = Literal[
     "several_choices",
     "several_prompts",
     "prompt_logprobs",
+    "truncated_prompt",
     "echo",
     "beam_search",
     "prompt_embeds",
@@ -37,15 +35,17 @@ def whole_reason(api: Api, body: Body) -> WholeReason | None:
     """Why a request has to run whole on one engine, or None when prefill and decode can share it.
 
     vLLM gives one KV handle for all choices and for the first prompt only, so siblings would read blocks that are freed
-    already; prompt logprobs need every prompt token computed where they are returned; a response
-    object lives on the engine that made it. Such requests are right on one engine and gain nothing from two.
+    already; prompt logprobs need every prompt token computed where they are returned; how much a prompt is cut may
+    depend on ``max_tokens``, which differs between the legs (vLLM before 0.32); a response object lives on the engine
+    that made it. Such requests are right on one engine and gain nothing from two.
     """
     rules: tuple[tuple[WholeReason, bool], ...] = (
-        ("several_choices", _integer(body, "n") > 1 or _integer(body, "best_of") > 1),
+        ("several_choices", _not_one(body, "n") or _not_one(body, "best_of")),
         ("beam_search", _true(body, "use_beam_search")),
         ("several_prompts", api == "completions" and body.prompt_count != 1),
         ("prompt_embeds", api == "completions" and _given(body, "prompt_embeds")),
         ("prompt_logprobs", _given(body, "prompt_logprobs")),
+        ("truncated_prompt", _given(body, "truncate_prompt_tokens")),
         ("echo", _true(body, "echo")),
         ("stored_response", api == "responses" and (_given(body, "previous_response_id") or _true(body, "background"))),
         ("no_tokens_wanted", any(body.raw(name) == b"0" for name in _CAPS)),
@@ -77,13 +77,32 @@ def _true(body: Body, name: str) -> bool:
     }
 
 
-def _integer(body: Body, name: str) -> int:
-    """The member as the engine reads it; what it would refuse counts as 1, so that the engine gets to refuse it."""
-    raw = body.raw(name)
-    if raw is None or raw.startswith((b"[", b"{")):  # which can be as large as the body, and slow to read
-        return 1
+def _not_one(body: Body, name: str) -> bool:
+    """Whether an engine may read more than one: pydantic takes "2", 2.0, "2.0" and "1_0" for integers as well.
+
+    What is no number is the engine's to refuse, which it does on one leg as on two.
+    """
+    return body.raw(name) not in {None, b"null", b"1"}
+
+
+def prompt_follows_output(body: Body) -> bool:
+    """Whether some renderers put into the prompt what the prefill leg leaves out: an output format, a forced tool.
+
+    Prefill and decode then compute prompts of different lengths, and only engines that both run the plugin notice.
+    """
+    return _kind(body.raw("response_format")) not in {None, b'"text"'} or _kind(body.raw("tool_choice")) not in {
+        None,
+        b'"auto"',
+        b'"none"',
+    }
+
+
+def _kind(value: bytes | None) -> bytes | None:
+    """A value's ``type`` if it is an object, else the value; None for null and nothing."""
+    if value in {None, b"null"}:
+        return None
+    assert value is not None
     try:
-        value = orjson.loads(raw)
-        return int(value) if isinstance(value, (int, float, str)) else 1
-    except (ValueError, OverflowError):
-        return 1
+        return Body.scan(value).raw("type") or b"{}" if value.startswith(b"{") else value
+    except BodyError:
+        return value  # an engine may still read it

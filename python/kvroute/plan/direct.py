@@ -4,7 +4,8 @@ The estimate, in tokens that have to be computed somewhere:
 
 - *direct* computes ``uncached`` tokens on the decode engine, where they delay the tokens that it is generating for
   others. Each turn that is there for the same reason computes before or beside this one, so the cost counts once more
-  for each: ``uncached * (1 + direct turns running there)``.
+  for each: ``uncached * (1 + queue)``, where the queue is what
+  this gateway has running there whole, or what waits there by the last sample if that is more.
 - *read back* computes as many on a prefill engine, after the history went to it, and before all of it comes back. What
   that costs in time does not grow with ``uncached``; ``pd.direct_max_uncached_tokens`` is its price in tokens.
 - *cold* computes the whole prompt on a prefill engine. It is what remains when there is no handle, or less behind it
@@ -35,4 +36,6 @@ def goes_direct(held: Held, decode: Endpoint | None, uncached: int | None, *, li
     """
     if uncached is None or decode is None or not decode.healthy or decode.epoch != held.epoch or now >= held.deadline:
         return False
-    return decode.capabilities.prefix_caching is True and uncached * (1 + decode.in_flight["whole"]) <= limit
+    signals = decode.signals(now)
+    queue = max(decode.in_flight["whole"], signals.waiting if signals is not None else 0)
+    return decode.capabilities.prefix_caching is True and uncached * (1 + queue) <= limit

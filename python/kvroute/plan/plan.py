@@ -54,6 +54,7 @@ def make_plan(
     whole: str | None,
     fallback: str,
     now: float,
+    sealed: bool = False,
     direct: Endpoint | None = None,
 ) -> Plan:
     """Plan one request.
@@ -65,6 +66,7 @@ def make_plan(
         whole: Why this request cannot run in two legs, None when it can.
         fallback: The setting ``pd.fallback``.
         now: Monotonic seconds.
+        sealed: The legs' prompts may differ (`kvroute.plan.api.prompt_follows_output`).
         direct: The decode engine by which the turn skips prefill, see `kvroute.plan.direct`.
     """
     if direct is not None and whole is None:
@@ -74,7 +76,7 @@ def make_plan(
     def planned(mode: Mode, prefills: Sequence[Candidate] = (), reason: str | None = None) -> Plan:
         first = [candidate.endpoint for candidate in prefills]
         second = [candidate.endpoint for candidate in targets]
-        able = [engine for engine in second if all(hands_over(prefill, engine) for prefill in first)]
+        able = [engine for engine in second if all(hands_over(prefill, engine, sealed=sealed) for prefill in first)]
         return Plan(mode, tuple(able), tuple(first), reason, (*prefills, *targets), question)
 
     if not disaggregated:
@@ -82,19 +84,26 @@ def make_plan(
     if whole is not None:
         return planned("whole_on_decode", reason=whole)
     ranked = router.rank("prefill", question, now)
-    prefills = [candidate for candidate in ranked if not targets or hands_over(candidate.endpoint, targets[0].endpoint)]
+    decode = targets[0].endpoint if targets else None
+    prefills = [item for item in ranked if decode is None or hands_over(item.endpoint, decode, sealed=sealed)]
     if ranked and not prefills:
-        return planned("whole_on_decode", reason="block_sizes_differ")
+        fits = decode is None or any(hands_over(item.endpoint, decode) for item in ranked)
+        return planned("whole_on_decode", reason="prompts_may_differ" if fits else "block_sizes_differ")
     if not prefills and fallback == "decode":
         return planned("whole_on_decode", reason="no_prefill_engine")
     return planned("disaggregated", prefills)
 
 
-def hands_over(prefill: Endpoint, decode: Endpoint) -> bool:
-    """Whether decode takes prefill's KV over as it is.
+def hands_over(prefill: Endpoint, decode: Endpoint, *, sealed: bool = False) -> bool:
+    """Whether decode can take prefill's KV over as it is.
 
-    Between blocks of different sizes vLLM 0.32 has answered 200 with other text, or 500. The plugin on decode keeps it
-    from taking such blocks; without it nobody would.
+    Between blocks of different sizes vLLM 0.32 has answered 200 with other text, or 500.
+
+    Args:
+        prefill: The prefill engine.
+        decode: The decode engine.
+        sealed: Their prompts may differ, so prefill has to seal its own and decode to compare.
     """
-    ours, theirs = prefill.capabilities.block_size, decode.capabilities.block_size
-    return ours is None or theirs is None or ours == theirs or decode.capabilities.plugin is not None
+    ours, theirs = prefill.capabilities, decode.capabilities
+    equal = ours.block_size is None or theirs.block_size is None or ours.block_size == theirs.block_size
+    return equal and (not sealed or (ours.plugin is not None and theirs.plugin is not None))

@@ -62,6 +62,8 @@ class Acting:
 
 def acting(prefill: Capabilities, verify: str) -> Acting:
     """Who compares tokens for a prefill engine, by what is known of it."""
+    if verify == "off":
+        return Acting("none", "not_configured", "not_configured")
     engine = None if prefill.verify_digests else "prefill_does_not_verify"
     gateway = None
     if prefill.block_size is None:

@@ -53,7 +53,7 @@ _NEUTRAL = frozenset(
         *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "routed_experts_prompt_start"),
         *("skip_special_tokens", "spaces_between_special_tokens", "return_token_ids", "return_tokens_as_token_ids"),
         *("return_token_offsets", "return_prompt_text", "return_mm_kwargs", "mm_payload", "include_reasoning"),
-        *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice"),
         *("guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "parallel_tool_calls"),
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("request_id", "session_id", "conversation_id", "priority", "cache_salt", "truncation_side"),
