@@ -275,3 +275,19 @@ async def test_it_does_so_on_the_loop_that_serve_uses_too():
         call = await engine.call()
         client.reset()
         await asyncio.wait_for(call.closed.wait(), 10)
+
+
+@pytest.mark.parametrize("body", [b'{"model":"sim","conversation_id":"q"}'])
+async def test_a_refusal_that_repeats_the_request_does_not_tell_where_kv_lies(body):
+    async with (
+        SimFleet([simulated.prefill(), simulated.decode()], time_scale=0) as engines,
+        running(prefill=[engines["p"].url], decode=[engines["d"].url], **QUIET) as gateway,
+        RawClient(int(gateway.url.rpartition(":")[2])) as client,
+    ):
+        first = {"model": "sim", "messages": [{"role": "user", "content": "hi"}], "conversation_id": "q"}
+        assert (await client.request(target=CHAT, body=json.dumps(first).encode())).status == 200
+        answer = await client.request(target=CHAT, body=body)
+        assert answer.status == 400
+        assert b"remote_" not in answer.body
+        assert b"kvroute" not in answer.body
+        assert "message" in json.loads(answer.body)["error"]

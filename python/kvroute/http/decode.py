@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvroute.http.errors import GatewayError
 from kvroute.http.question import note_sent
+from kvroute.http.refusal import without_addresses
 from kvroute.kv.decoded import ASKING_BODY, NoRecord, ids_wanted, keys_of, recorded
 from kvroute.kv.held import Held
 from kvroute.kv.params import decode_params, read_handle
@@ -125,6 +126,7 @@ class DecodeLeg:
                     incoming.request,
                     hide=True,
                     token_ids=self._answer_ids,
+                    rewrite=lambda shown: without_addresses(incoming, exchange.status, shown),
                     extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
                 )
             except asyncio.CancelledError:

@@ -11,6 +11,7 @@ import orjson
 
 from kvroute._core import Body, BodyError
 from kvroute.http.question import note_sent
+from kvroute.http.refusal import without_addresses
 from kvroute.http.reuse_count import ReuseCount
 from kvroute.http.selective import leg_policy
 from kvroute.http.verification import Offer, verify
@@ -150,7 +151,10 @@ class PrefillLeg:
                     return self._finish(endpoint, epoch, offer, reply, time.monotonic() - started)
                 if pass_on_busy if status in _BUSY else status < 500:
                     relayed = await exchange.relay(
-                        incoming.request, hide=True, extra_headers=[(b"X-Request-Id", incoming.request_id.encode())]
+                        incoming.request,
+                        hide=True,
+                        rewrite=lambda shown: without_addresses(incoming, status, shown),
+                        extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
                     )
                     self._count.answered(offer, None)
                     gateway.relayed(endpoint, relayed)

@@ -99,6 +99,7 @@ class Exchange:
         *,
         hide: bool,
         token_ids: TokenIds | None = None,
+        rewrite: Callable[[bytes], bytes] | None = None,
         extra_headers: Iterable[tuple[bytes, bytes]] = (),
         on_first_byte: Callable[[], None] | None = None,
     ) -> Relayed:
@@ -110,6 +111,7 @@ class Exchange:
             hide: Take `kv_transfer_params` out of what the client gets.
             token_ids: `read` the token ids of the answer, or `take` them, so that the client gets what it would have
                 got if nobody had asked for them. Only where `hide` is set, or the answer streams, can they be taken.
+            rewrite: Has the last word on a body that is one JSON document, where `hide` is set.
             extra_headers: Fields of the gateway's, in place of the engine's of that name.
             on_first_byte: Called when the first byte of the body goes to the client.
 
@@ -129,6 +131,7 @@ class Exchange:
             request,
             hide=hide,
             token_ids=token_ids,
+            rewrite=rewrite,
             extra_headers=list(extra_headers),
             on_first_byte=on_first_byte,
             max_event_bytes=self._pool.max_event_bytes,

@@ -77,6 +77,7 @@ async def relay(
     *,
     hide: bool,
     token_ids: TokenIds | None,
+    rewrite: Callable[[bytes], bytes] | None,
     extra_headers: Headers,
     on_first_byte: Callable[[], None] | None,
     max_event_bytes: int,
@@ -94,6 +95,8 @@ async def relay(
             shown, tap = hide_in_document(body, HIDDEN, token_ids)
         except ValueError as error:
             raise UpstreamError("protocol", connection.origin.url, str(error), request_sent=True) from None
+        if rewrite is not None:
+            shown = rewrite(shown)
         return await _relay_document(response, request, shown, tap, ended, extra_headers, on_first_byte)
     client = _client(request)
     first = response.start_relay(
