@@ -291,3 +291,7 @@ async def test_a_refusal_that_repeats_the_request_does_not_tell_where_kv_lies(bo
         assert b"remote_" not in answer.body
         assert b"kvroute" not in answer.body
         assert "message" in json.loads(answer.body)["error"]
+        # Prefill scheduled nothing: decode is told that nobody will read its blocks.
+        connector = engines["d"].cores[0].connector
+        assert connector is not None
+        await until(lambda: connector.agent.pinned_blocks == 0)

@@ -291,3 +291,17 @@ async def test_without_another_engine_an_abandoned_hand_off_waits_out_its_lease(
         assert prefill.pinned_blocks() > 0
         fleet.advance(prefill.spec.lease_seconds)
         assert prefill.pinned_blocks() == 0
+
+
+async def test_a_handle_survives_an_engine_that_was_only_away(fleet, prefill, decode, client):
+    async with running(prefill=[prefill.url], decode=[decode.url], health__interval_seconds=0.02) as gateway:
+        talk = Talk(fleet, client, gateway, conversation_id="c1")
+        await talk.say(FIRST)
+        decode.disturb("unhealthy")
+        await until(lambda: not gateway.endpoint(decode.url).healthy)
+        decode.disturb("healthy")
+        await until(lambda: gateway.endpoint(decode.url).healthy)
+        await talk.say("six")
+
+        assert gateway.metric("kvroute_kv_reuse_total", outcome="hit", reason="ok") == 1
+    assert broken(prefill, decode) == []

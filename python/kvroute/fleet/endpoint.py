@@ -157,6 +157,7 @@ class Endpoint:
     """
 
     __slots__ = (
+        "_left",
         "_max_age",
         "_max_waiting",
         "_signals",
@@ -210,6 +211,7 @@ class Endpoint:
         self.sent = 0
         self.scrapes: Counter[str] = Counter()
         self.hearing = Hearing()
+        self._left: int | None = None
         self.watchers: list[Callable[[], None]] = []
         self._max_age = max_age
         self._max_waiting = max_waiting
@@ -241,6 +243,18 @@ class Endpoint:
         """The engine takes part in routing from now on."""
         self.healthy = True
         self._tell()
+
+    def withdraw(self) -> None:
+        """The engine takes part in routing no more, and may have restarted, for all that is known."""
+        self.healthy = False
+        self._left = self.epoch
+        self.new_epoch()
+
+    def same_run(self) -> None:
+        """It is back and had not restarted: what it held of its epoch before is still there."""
+        if self._left is not None and self.epoch == self._left + 1:
+            self.epoch = self._left
+        self._left = None
 
     def new_epoch(self) -> None:
         """The engine restarted or left: what was known of its KV, its queue and its past is void."""

@@ -33,8 +33,9 @@ class Monitor:
 
     An engine takes part from its first good probe on. It leaves after ``failures_to_remove`` failed probes in a row, or
     at once when a connection is refused. Whenever it leaves, or its instance id changes, its epoch grows: KV handles of
-    the old epoch are dead. That this notices every restart rests on ``interval_seconds`` being shorter than an engine's
-    start, which takes many seconds.
+    the old epoch are dead. One that comes back with the same instance id has only been away, and they are good again.
+    That this notices every restart rests on ``interval_seconds`` being shorter than an engine's start, which takes many
+    seconds.
 
     Attributes:
         on_known: Called with an engine after each probe that found it in and looked at all it says.
@@ -142,6 +143,8 @@ class Monitor:
         endpoint.capabilities = found
         if endpoint.seen and before.instance != found.instance:
             self.restarted(endpoint)
+        elif found.instance is not None:
+            endpoint.same_run()
         endpoint.seen = True
 
     def _failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
@@ -156,7 +159,6 @@ class Monitor:
     def _remove(self, endpoint: Endpoint, reason: str) -> None:
         if not endpoint.healthy:
             return
-        endpoint.healthy = False
-        endpoint.new_epoch()
+        endpoint.withdraw()
         self._pool.close_idle(endpoint.origin)
         _log.warning("%s %s is out: %s", endpoint.role, endpoint.url, reason)

@@ -247,6 +247,10 @@ class DecodeLeg:
             )
         except NoRecord as error:
             outcome = error.reason
+            prefill = self._prefilled.endpoint
+            if outcome == "prompt_differs" and self._prefilled.compared and prefill is not None:
+                words = "the decode engine renders another prompt than was compared: this answer may be wrong"
+                self._gateway.prompts.disprove(prefill, self._incoming.model, words)
         except Exception:  # noqa: BLE001 - whatever it is, the client has its answer, and no record costs only the reuse
             _log.exception("a handle of %s gets no record: a fault in the gateway", endpoint.url)
             outcome = "error"

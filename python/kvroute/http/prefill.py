@@ -48,6 +48,7 @@ class Prefilled:
         epoch: That engine's epoch when it was called; after a restart the hand-off is dead.
         deadline: Monotonic time after which the hand-off's blocks must not be read any more.
         prompt_tokens: How many it counted, None when it did not say.
+        compared: The gateway made the prompt's tokens, and compared the conversation's KV with them.
         refusal: An answer that ended the request and has gone to the client as it is.
     """
 
@@ -56,6 +57,7 @@ class Prefilled:
     epoch: int = 0
     deadline: float = 0.0
     prompt_tokens: int | None = None
+    compared: bool = False
     refusal: web.StreamResponse | None = None
 
 
@@ -157,6 +159,9 @@ class PrefillLeg:
                         extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
                     )
                     self._count.answered(offer, None)
+                    if self._turn.spent is not None and status not in _BUSY:
+                        # What an engine refuses it does not schedule: nobody reads the handle, and nobody frees it.
+                        gateway.releases.unused(self._turn.spent)
                     gateway.relayed(endpoint, relayed)
                     return Prefilled(refusal=relayed.response)
                 await exchange.read(gateway.settings.server.max_reply_bytes)
@@ -254,7 +259,8 @@ class PrefillLeg:
         if handoff is not None and prompt is not None:
             handoff = self._sealed(endpoint, handoff, prompt)
         deadline = time.monotonic() + self._gateway.settings.pd.handoff_seconds
-        return Prefilled(endpoint, handoff, epoch, deadline, prompt_tokens)
+        compared = offer is not None and offer.prompt is not None
+        return Prefilled(endpoint, handoff, epoch, deadline, prompt_tokens, compared)
 
     def _sealed(self, endpoint: Endpoint, handoff: Handle, prompt: array[int]) -> Handle:
         assert self._incoming.body is not None

@@ -45,6 +45,8 @@ _TALK: list[dict[str, Any]] = [
     {"role": "assistant", "content": " an answer <think>\nwhy\n</think>\n\n of before "},
     {"role": "user", "content": _ODD},
 ]
+# Templates treat turns differently by where they stand: the last question, thoughts of earlier answers.
+_LONG_TALK = [*_TALK, *_TALK[2:], *_TALK[2:], *_TALK[2:]]
 _CALLS: list[dict[str, Any]] = [
     {"role": "user", "content": "look"},
     {
@@ -64,6 +66,7 @@ _CALLS: list[dict[str, Any]] = [
 PROBES: tuple[tuple[Feature, Api, Mapping[str, Any]], ...] = (
     ("chat", "chat", {"messages": _TALK[1:2]}),
     ("chat", "chat", {"messages": _TALK}),
+    ("chat", "chat", {"messages": _LONG_TALK}),
     (
         "continue",
         "chat",

@@ -199,6 +199,7 @@ def _is_plain(message: dict[str, Any]) -> bool:
     return (
         message["role"] in {"system", "user", "assistant"}
         and isinstance(message.get("content"), str)
+        and message["content"] != ""  # which templates leave out, or do not
         and message.keys() == {"role", "content"}
         # vLLM drops a line of one client's from system messages.
         and not (message["role"] == "system" and message["content"].startswith("x-anthropic-billing-header"))
