@@ -14,7 +14,7 @@ TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "hello <|im_end|> 日本"},
     {"role": "assistant", "content": "fox"},
-    {"role": "user", "content": ""},
+    {"role": "user", "content": "and?"},
 ]
 
 
@@ -43,6 +43,7 @@ def test_what_is_not_plain_is_left_to_the_engine(model):
     tools = ask(tools=[{"type": "function", "function": {"name": "f"}}])
 
     assert not local.renders(tools)
+    assert not local.renders(ask(messages=[{"role": "user", "content": ""}]))
     with pytest.raises(NoTokens):
         local.tokens(tools, "string")
     with pytest.raises(NoTokens, match="arguments"):
