@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,6 +154,9 @@ class Engine(Served):
         self.process.wait()
 
 
+_LAUNCHER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="launch engines")
+
+
 def free_port() -> int:
     """Find a port that is free now and that the system gives to nobody who asks for any.
 
@@ -232,7 +236,9 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{spec.name}-{port}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        # From a thread that lives as long as this process: the system ends an engine with the thread that started it.
+        process = _LAUNCHER.submit(
+            subprocess.Popen,
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -240,8 +246,8 @@ def launch(spec: EngineSpec, python: Path, model: Path, logs: Path) -> Engine:
             env=environment,
             cwd=logs,
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, no locks; nothing else sets the signal
-        )
+            preexec_fn=_end_with_parent,
+        ).result()
     return Engine(spec, f"http://127.0.0.1:{port}", log, process)
 
 
