@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from kvroute.http.question import evidence
+from kvroute.http.selective import decide
 
 if TYPE_CHECKING:
     from kvroute.fleet import Endpoint
@@ -86,13 +86,7 @@ def _engine(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint
         "guessed_share": round(question.guessed.get(endpoint.url, 0.0), 3),
     }
     if gateway.selective.active and endpoint.role != "decode":
-        applied = gateway.selective.apply(
-            incoming.policy,
-            endpoint,
-            evidence(question, endpoint),
-            lengths=[question.tokens] if question.ids else None,
-            now=now,
-        )
+        applied = decide(gateway, incoming, plan, endpoint)
         described["selective_kv"] = {
             "reason": applied.reason,
             "external_tokens": applied.external_tokens,

@@ -12,19 +12,25 @@ if TYPE_CHECKING:
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
     from kvroute.kv.params import Policy
+    from kvroute.kv.selective import Applied
     from kvroute.plan.plan import Plan
 
 
-def leg_policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> Policy:
-    """What the engine that will load gets of policy members: the client's, after the configured policy."""
+def decide(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> Applied:
+    """What the policy decides for a request on one engine."""
     question = plan.question
-    applied = gateway.selective.apply(
+    return gateway.selective.apply(
         incoming.policy,
         endpoint,
         evidence(question, endpoint),
         lengths=[question.tokens] if question.ids else None,
         now=time.monotonic(),
     )
+
+
+def leg_policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> Policy:
+    """What the engine that will load gets of policy members: the client's, after the configured policy."""
+    applied = decide(gateway, incoming, plan, endpoint)
     gateway.metrics.selective.labels(applied.reason).inc()
     if applied.external_tokens is not None:
         gateway.metrics.external_tokens.observe(applied.external_tokens)
