@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,8 +11,7 @@ from tests.engine.legs import FIRST_TURN, Messages, Reply, chat, complete, opene
 from tests.engine.model import SERVED_NAME, text
 from tests.engine.served import Served
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from .watching import eventually, used
 
 Pair = tuple[Served, Served]
 
@@ -24,19 +22,6 @@ def user(seed: int, words: int) -> Messages:
 
 def by_source(engine: Served, source: str) -> float:
     return engine.metric("vllm:prompt_tokens_by_source_total", source=source)
-
-
-def used(engine: Served) -> float:
-    """The share of an engine's KV blocks in use now; a small request first, as the gauge moves with steps only."""
-    complete(engine, "now", max_tokens=1)
-    return engine.metric("vllm:kv_cache_usage_perc")
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not become true in time"
-        time.sleep(0.1)
 
 
 def first_leg(pair: Pair, messages: Messages, **members: Any) -> dict[str, Any]:

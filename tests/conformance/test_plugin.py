@@ -13,9 +13,9 @@ from tests.engine.environment import vllm_release
 from tests.engine.legs import FIRST_TURN, Messages, Turn, chat, complete, events, generate, opened, turn
 from tests.engine.model import SERVED_NAME, text
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from .watching import eventually, used
 
+if TYPE_CHECKING:
     from tests.engine.served import Served
 
 Pair = tuple["Served", "Served"]
@@ -37,19 +37,6 @@ def cold(engine: Served, messages: Messages, **members: Any) -> str:
 
 def read_from_decode(prefill: Served) -> float:
     return prefill.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
-
-
-def used(engine: Served) -> float:
-    """The share of an engine's KV blocks in use now; a small request first, as the gauge moves with steps only."""
-    complete(engine, "now", max_tokens=1)
-    return engine.metric("vllm:kv_cache_usage_perc")
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not become true in time"
-        time.sleep(0.1)
 
 
 def grown(messages: Messages, last: Turn, seed: int) -> Messages:
