@@ -80,6 +80,18 @@ def named(kind: str, tree: Any) -> bytes:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Token counts as chat and completions give them."""
+    """Token counts as the streams of chat and completions give them."""
     prompt, written = generation.prompt_tokens, generation.written
-    return {"prompt_tokens": prompt, "total_tokens": prompt + written, "completion_tokens": written}
+    tree: dict[str, Any] = {"prompt_tokens": prompt, "total_tokens": prompt + written, "completion_tokens": written}
+    if (cached := generation.cached_tokens) is not None:
+        tree["prompt_tokens_details"] = {"cached_tokens": cached}
+    return tree
+
+
+def whole_usage(generation: Generation) -> dict[str, Any]:
+    """The same in an answer of one piece, where what is not told is null."""
+    tree = usage(generation)
+    details = tree.get("prompt_tokens_details")
+    if details is not None:
+        details |= {"created_cache_tokens": None, "multimodal_tokens": None}
+    return tree | {"prompt_tokens_details": details, "completion_tokens_details": None}

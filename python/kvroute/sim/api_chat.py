@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kvroute.sim import tokens
-from kvroute.sim.api import DONE, FINGERPRINT, Reply, usage
+from kvroute.sim.api import DONE, FINGERPRINT, Reply, usage, whole_usage
 from kvroute.sim.body import created
 from kvroute.sim.errors import ApiError, invalid
 
@@ -109,7 +109,7 @@ class Chat:
             "choices": [self._choice(index, reply) for index, reply in enumerate(replies)],
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
-            "usage": usage(generation) | {"prompt_tokens_details": None, "completion_tokens_details": None},
+            "usage": whole_usage(generation),
             "prompt_logprobs": None,
             "prompt_token_ids": generation.ask.prompts[0] if self._ids else None,
             "prompt_text": None,

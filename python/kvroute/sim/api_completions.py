@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvroute.sim import tokens
-from kvroute.sim.api import DONE, FINGERPRINT, Reply, event, usage
+from kvroute.sim.api import DONE, FINGERPRINT, Reply, event, usage, whole_usage
 from kvroute.sim.body import created
 from kvroute.sim.errors import invalid
 
@@ -103,7 +103,7 @@ class Completions:
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
-            "usage": usage(generation) | {"prompt_tokens_details": None, "completion_tokens_details": None},
+            "usage": whole_usage(generation),
             "kv_transfer_params": generation.handle,
             "ec_transfer_params": None,
             "metrics": None,

@@ -62,6 +62,8 @@ class EngineSpec:
         event_buffer: Batches kept for replay.
         end_every: Mean length of a reply that ends by itself, in tokens; 0 never ends one.
         profile: Name of a time model.
+        prompt_tokens_details: Whether usage tells how many prompt tokens came from a cache
+            (``--enable-prompt-tokens-details``).
         api_key: Key that requests to ``/v1`` must carry (``--api-key``), None for no check.
         record: Requests kept in `Engine.calls`, for tests that look at what an engine was sent.
     """
@@ -101,6 +103,7 @@ class EngineSpec:
     event_buffer: Positive = 10_000
     end_every: Count = 96
     profile: str = "default"
+    prompt_tokens_details: bool = False
     api_key: str | None = None
     record: Count = 0
 

@@ -142,6 +142,13 @@ class Generation:
         """Reply tokens so far."""
         return sum(sequence.written for sequence in self._replies)
 
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that came from a cache, None where the engine does not tell; of several prompts, the last's."""
+        if not self._core.spec.prompt_tokens_details:
+            return None
+        return next(reversed(self._replies)).cached_tokens
+
     def start(self) -> None:
         """Queue the sequences."""
         for sequence in self._replies:

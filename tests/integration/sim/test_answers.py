@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from kvroute.sim import EngineSpec, SimFleet
+
 from .wire import PATHS, capture, events, kinds, legs, post, shape
 
 
@@ -53,3 +55,17 @@ async def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_the_real_one
     status, _, raw = await post(client, fleet["p"], "/v1/chat/completions", body)
     assert status == 400
     assert json.loads(raw) == json.loads(real["body"])
+
+
+async def test_usage_tells_cached_tokens_where_that_is_enabled(client):
+    body = {"model": "sim", "messages": [{"role": "user", "content": "word " * 100}], "max_tokens": 1}
+    async with SimFleet([EngineSpec("e", prompt_tokens_details=True)], time_scale=0) as engines:
+        found = []
+        for extra in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+            _, _, raw = await post(client, engines["e"], "/v1/chat/completions", body | extra)
+            answer = events(raw)[-2][1] if extra else json.loads(raw)
+            found.append(answer["usage"]["prompt_tokens_details"])
+    assert found == [
+        {"cached_tokens": 0, "created_cache_tokens": None, "multimodal_tokens": None},
+        {"cached_tokens": 112},
+    ]

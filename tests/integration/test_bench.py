@@ -1,0 +1,110 @@
+"""The benchmarks' own parts: what they send, and that what they count is what happened. Times are not looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+from bench.load import Load, Request, ask, asked_once
+
+from kvroute.sim import EngineSpec, SimFleet
+from tests.support.gateway import running, until
+
+
+def question(text: str, *, tokens: int = 5, **members: Any) -> Request:
+    body = {"model": "sim", "messages": [{"role": "user", "content": text}], "max_tokens": tokens, "ignore_eos": True}
+    return Request(body | members)
+
+
+@pytest.fixture
+async def engines():
+    async with SimFleet([EngineSpec(f"e{i}", prompt_tokens_details=True) for i in range(2)], time_scale=0) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def gateway(engines):
+    async with running(endpoints=engines.urls()) as gateway:
+        yield gateway
+
+
+async def test_an_answer_counts_what_the_engine_counted(gateway):
+    async with aiohttp.ClientSession() as session:
+        first = await ask(session, gateway.url, question("again " * 40))
+        second = await ask(session, gateway.url, question("again " * 40))
+    assert (first.error, second.error) == (None, None)
+    assert first.prompt_tokens == second.prompt_tokens > 40
+    assert (first.cached_tokens, second.cached_tokens) == (0, 48)
+    assert (first.output_tokens, len(first.token_times)) == (5, 5)
+    assert first.sent <= first.token_times[0] <= first.token_times[-1] <= first.ended
+    assert first.text == second.text
+
+
+async def test_every_request_is_asked_once_and_every_answer_is_counted(gateway, engines):
+    async with Load(gateway.url, asked_once((question(f"number {i}") for i in range(20)), 3), scale=0) as load:
+        await load.finished()
+        result = load.result()
+    assert (len(result.answers), sum(result.errors.values())) == (20, 0)
+    assert result.output_tokens == 20 * 5
+    assert result.prompt_tokens == sum(core.stats.prompt_tokens for engine in engines for core in engine.cores)
+
+
+async def test_a_script_goes_on_with_its_answers(gateway):
+    seen = []
+
+    def conversation():
+        messages = [{"role": "user", "content": "hello"}]
+        for _ in range(3):
+            answer = yield question("", messages=list(messages))
+            seen.append(answer.prompt_tokens)
+            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "and then?"}]
+
+    async with Load(gateway.url, [conversation()], scale=0) as load:
+        await load.finished()
+    assert len(seen) == 3
+    assert seen[0] < seen[1] < seen[2]
+
+
+async def test_errors_are_counted_and_do_not_end_the_client(gateway, engines):
+    for engine in engines:
+        engine.faults.add("status", status=500, count=1, path="/v1/chat/completions")
+        engine.faults.add("close", after=2, count=1, path="/v1/chat/completions")
+    async with Load(gateway.url, asked_once((question(f"number {i}") for i in range(8)), 1), scale=0) as load:
+        await load.finished()
+        result = load.result()
+    assert len(result.answers) + sum(result.errors.values()) == 8
+    assert result.errors["status 500"] == 2
+    assert sum(result.errors.values()) == 4
+
+
+async def test_the_window_holds_what_ended_in_it(gateway):
+    def asking():
+        while True:
+            yield question("for ever")
+
+    async with Load(gateway.url, [asking()], scale=0) as load:
+        await until(lambda: len(load.answers) >= 3)
+        before = len(load.answers)
+        load.measure()
+        await until(lambda: len(load.answers) >= before + 2)
+        result = load.result()
+        after = len(load.answers)
+    assert len(result.answers) == after - before
+    assert all(answer.ended >= result.began for answer in result.answers)
+
+
+async def test_a_scripts_fault_is_told():
+    def broken():
+        answer = yield question("hello")
+        raise RuntimeError(f"broken script, {answer.error}")
+
+    with pytest.raises(RuntimeError, match="broken script"):
+        async with Load("http://127.0.0.1:1", [broken()]) as load:
+            await load.finished()
+
+
+async def test_an_engine_that_cannot_be_reached_is_an_error():
+    async with aiohttp.ClientSession() as session:
+        answer = await ask(session, "http://127.0.0.1:1", question("hello"))
+    assert answer.error == "ClientConnectorError"
