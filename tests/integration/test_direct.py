@@ -7,7 +7,7 @@ import pytest
 
 from kvroute.sim import SimFleet
 from tests.support import simulated
-from tests.support.gateway import running
+from tests.support.gateway import running, until
 from tests.support.simulated import COLD, MODEL, broken, cold_text, posts
 
 LONG = " ".join(f"w{i}" for i in range(600))
@@ -63,6 +63,31 @@ async def test_a_short_turn_skips_prefill_and_the_handle_stays_good_for_a_long_o
         assert paths(gateway) == {"cold": 1, "direct": 2, "read_back": 1}
         assert gateway.metric("kvroute_requests_total", path="/v1/chat/completions", mode="direct", status="2xx") == 2
     assert broken(*engines) == []
+
+
+async def test_a_turn_that_skips_prefill_has_its_prompt_counted_by_nobody(client):
+    specs = [simulated.prefill(events=True), simulated.decode(), COLD]
+    async with (
+        SimFleet(specs, time_scale=0) as fleet,
+        running(prefill=[fleet["p"].url], decode=[fleet["d"].url], **DIRECT) as gateway,
+    ):
+        await until(lambda: gateway.endpoint(fleet["p"].url).hearing.state == "live")
+        talk = Talk(fleet, client, gateway)
+        wanted = []
+        for text in (LONG, "and", LONG):
+            await gateway.gateway.prompts.settled()
+            before = tokenized(gateway)
+            await talk.say(text)
+            wanted.append(tokenized(gateway) - before)
+        assert paths(gateway) == {"cold": 1, "direct": 1, "read_back": 1}
+        assert wanted == [1, 0, 1]
+
+
+def tokenized(gateway):
+    (family,) = (
+        item for item in gateway.gateway.metrics.registry.collect() if item.name == "kvroute_prompts_tokenized"
+    )
+    return sum(sample.value for sample in family.samples)
 
 
 async def test_zero_sends_every_turn_through_prefill(fleet, client):

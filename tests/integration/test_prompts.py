@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from array import array
 from types import SimpleNamespace
@@ -39,6 +40,9 @@ class FakeEngine:
         self.refuse_tools = False
         self.tools_in_chat_only = False
         self.status = self.tokenize_status = 200
+        self.at_once = self.most_at_once = 0
+        self.stuck: str | None = None
+        self.go_on = asyncio.Event()
 
     def render(self, body: dict[str, Any], *, tools: bool) -> list[int]:
         if "prompt" in body:
@@ -65,7 +69,14 @@ class FakeEngine:
         self.tokenizes += 1
         if self.tokenize_status != 200:
             return web.json_response({"error": {}}, status=self.tokenize_status)
-        ids = self.render(await request.json(), tools=not self.tools_in_chat_only)
+        body = await request.json()
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0)
+        if self.stuck is not None and body.get("prompt") == self.stuck:
+            await self.go_on.wait()
+        self.at_once -= 1
+        ids = self.render(body, tools=not self.tools_in_chat_only)
         return web.json_response({"count": len(ids), "max_model_len": 1000, "tokens": ids, "token_strs": None})
 
 
@@ -82,6 +93,7 @@ async def engine():
     await site.start()
     fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"  # type: ignore[attr-defined]
     yield fake
+    fake.go_on.set()
     await runner.cleanup()
 
 
@@ -107,10 +119,18 @@ async def made(engine, tmp_path):
             body = Body.scan(json.dumps({**QUESTION, **members} if api == "chat" else members).encode())
             return await prompts.of(endpoint, api, body, [])
 
+        async def each(*texts):
+            return await prompts.of_each(endpoint, "completions", Body.scan(json.dumps({"prompt": texts}).encode()), [])
+
+        def counted(source, outcome):
+            return metrics.registry.get_sample_value(
+                "kvroute_prompts_tokenized_total", {"source": source, "outcome": outcome}
+            )
+
         prompts.learn(endpoint)
         await prompts.settled()
         engine.tokenizes = 0
-        return SimpleNamespace(of=of, prompts=prompts, endpoint=endpoint)
+        return SimpleNamespace(of=of, each=each, counted=counted, prompts=prompts, endpoint=endpoint)
 
     yield make
     for prompts, pool in opened:
@@ -224,3 +244,38 @@ async def test_a_tokenizer_that_fails_for_a_while_is_compared_again(engine, made
         await sources.of()
     await sources.prompts.settled()
     assert (await sources.of()).source == "engine"
+
+
+async def test_each_of_several_prompts_has_its_tokens_and_equal_ones_are_asked_for_once(engine, made):
+    sources = await made()
+    texts = [*(f"text {number}" for number in range(20)), "text 3", "text 3"]
+    found = await sources.each(*texts)
+
+    assert [list(tokens.ids) for tokens in found] == [engine.render({"prompt": text}, tools=True) for text in texts]
+    assert engine.tokenizes == 20
+    assert 1 < engine.most_at_once <= 4
+    assert sources.counted("engine", "ok") == 1
+
+
+async def test_one_prompt_without_tokens_leaves_none_for_the_others(engine, made):
+    sources = await made()
+    sources.prompts._budget, engine.stuck = 0.05, "text 1"
+    for _ in range(4):
+        with pytest.raises(NoTokens) as caught:
+            await sources.each(*(f"text {number}" for number in range(8)))
+        assert caught.value.reason == "slow", "many prompts do not speak against the engine"
+    assert sources.counted("none", "slow") == 4
+
+    sources.prompts._budget = 30
+    assert (await sources.of("completions", prompt="text 0")).source == "engine"
+
+
+async def test_an_engine_that_fails_on_several_prompts_is_left_alone(engine, made):
+    sources = await made()
+    engine.tokenize_status = 500
+    reasons = []
+    for _ in range(4):
+        with pytest.raises(NoTokens) as caught:
+            await sources.each("a", "b")
+        reasons.append(caught.value.reason)
+    assert reasons == ["error", "error", "error", "resting"]

@@ -10,7 +10,7 @@ from kvroute.fleet.endpoint import Capabilities
 from kvroute.kv.held import Held
 from kvroute.kv.params import Handle
 from kvroute.plan.direct import goes_direct
-from kvroute.plan.history import History
+from kvroute.plan.history import History, context_of
 from kvroute.upstream import Origin
 
 WORDS = "word " * 400  # 2,000 bytes
@@ -18,6 +18,14 @@ WORDS = "word " * 400  # 2,000 bytes
 
 def body(messages, **members):
     return Body.scan(json.dumps({"messages": messages, **members}).encode())
+
+
+def history_of(request, **counts):
+    return History.of(request, context_of(request), **counts)
+
+
+def uncached(history, request):
+    return history.uncached_tokens(request, context_of(request))
 
 
 def user(text):
@@ -31,23 +39,23 @@ def answer(text):
 @pytest.fixture
 def history():
     """A turn of 500 prompt tokens that generated 100."""
-    found = History.of(body([user(WORDS)]), prompt_tokens=500, held_tokens=599)
+    found = history_of(body([user(WORDS)]), prompt_tokens=500, held_tokens=599)
     assert found is not None
     return found
 
 
 def test_only_what_follows_the_answer_counts(history):
     grown = [user(WORDS), answer("word " * 80), user("word " * 40)]
-    assert history.uncached_tokens(body(grown)) == pytest.approx(65, abs=10)
+    assert uncached(history, body(grown)) == pytest.approx(65, abs=10)
 
 
 def test_the_same_prompt_again_is_held_whole(history):
-    assert history.uncached_tokens(body([user(WORDS)])) == 0
+    assert uncached(history, body([user(WORDS)])) == 0
 
 
 def test_an_answer_that_came_back_shorter_counts_as_computed_anew(history):
     grown = [user(WORDS), answer("word"), user("word " * 40)]
-    assert history.uncached_tokens(body(grown)) == pytest.approx(70, abs=10)
+    assert uncached(history, body(grown)) == pytest.approx(70, abs=10)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_an_answer_that_came_back_shorter_counts_as_computed_anew(history):
     ],
 )
 def test_another_prompt_is_not_known(history, messages, members):
-    assert history.uncached_tokens(body(messages, **members)) is None
+    assert uncached(history, body(messages, **members)) is None
 
 
 @pytest.mark.parametrize(
@@ -73,18 +81,18 @@ def test_another_prompt_is_not_known(history, messages, members):
 def test_prompts_of_completions_continue_too(prompt, later):
     before = Body.scan(json.dumps({"prompt": prompt}).encode())
     after = Body.scan(json.dumps({"prompt": later}).encode())
-    history = History.of(before, prompt_tokens=3, held_tokens=3)
+    history = history_of(before, prompt_tokens=3, held_tokens=3)
     assert history is not None
-    assert history.uncached_tokens(after) is not None
-    longer = History.of(after, prompt_tokens=3, held_tokens=3)
+    assert uncached(history, after) is not None
+    longer = history_of(after, prompt_tokens=3, held_tokens=3)
     assert longer is not None
-    assert longer.uncached_tokens(before) is None
+    assert uncached(longer, before) is None
 
 
 @pytest.mark.parametrize(("prompt_tokens", "held_tokens"), [(0, 5), (-1, 5), (7, 5)])
 def test_counts_that_cannot_be_are_no_history(prompt_tokens, held_tokens):
-    assert History.of(body([user("hi")]), prompt_tokens=prompt_tokens, held_tokens=held_tokens) is None
-    assert History.of(Body.scan(b"{}"), prompt_tokens=2, held_tokens=5) is None
+    assert history_of(body([user("hi")]), prompt_tokens=prompt_tokens, held_tokens=held_tokens) is None
+    assert history_of(Body.scan(b"{}"), prompt_tokens=2, held_tokens=5) is None
 
 
 @given(
@@ -95,11 +103,11 @@ def test_counts_that_cannot_be_are_no_history(prompt_tokens, held_tokens):
 )
 def test_any_longer_list_continues_and_costs_no_less_than_nothing(old, new, prompt_tokens, generated):
     before, after = [user(text) for text in old], [user(text) for text in old + new]
-    history = History.of(body(before), prompt_tokens=prompt_tokens, held_tokens=prompt_tokens + generated)
+    history = history_of(body(before), prompt_tokens=prompt_tokens, held_tokens=prompt_tokens + generated)
     assert history is not None
-    uncached = history.uncached_tokens(body(after))
-    assert uncached is not None
-    assert uncached >= 0
+    tokens = uncached(history, body(after))
+    assert tokens is not None
+    assert tokens >= 0
 
 
 def engine(**capabilities):

@@ -3,6 +3,7 @@ import pytest
 from kvroute.fleet import Endpoint, Fleet
 from kvroute.fleet.signals import Signals
 from kvroute.plan.router import Question, Router
+from kvroute.plan.scoring import Weights
 from kvroute.upstream import Origin
 
 
@@ -61,7 +62,7 @@ def test_invented_model_names_do_not_grow_the_router(engines):
 
 def test_the_engine_that_holds_the_prefix_gets_the_prompt(engines):
     router = Router(Fleet(engines), policy="prefix_affinity")
-    question = Question("m", tokens=4000, held={engines[2].url: {"GPU": 3200}, engines[0].url: {"CPU": 3200}})
+    question = Question("m", tokens=4000, held={engines[2].url: [{"GPU": 3200}], engines[0].url: [{"CPU": 3200}]})
     ranked = router.rank("both", question, 0.0)
     assert [candidate.endpoint for candidate in ranked[:2]] == [engines[2], engines[0]]
     assert [candidate.evidence for candidate in ranked[:3]] == ["index", "index", "none"]
@@ -69,7 +70,7 @@ def test_the_engine_that_holds_the_prefix_gets_the_prompt(engines):
 
 def test_it_does_not_when_more_waits_there_than_the_prefix_spares(engines):
     router = Router(Fleet(engines), policy="prefix_affinity")
-    question = Question("m", tokens=4000, held={engines[2].url: {"GPU": 3200}})
+    question = Question("m", tokens=4000, held={engines[2].url: [{"GPU": 3200}]})
     with engines[2].flight("whole", tokens=5000) as flight:
         assert first(router, question) is not engines[2]
         flight.computed()
@@ -80,7 +81,27 @@ def test_a_prompt_that_was_just_sent_counts_as_cached_before_it_is_announced(eng
     router = Router(Fleet(engines), policy="prefix_affinity")
     guessed = {engines[1].url: 0.9}
     assert first(router, Question("m", tokens=4000, guessed=guessed)) is engines[1]
-    assert first(router, Question("m", tokens=4000, held={engines[1].url: {}}, guessed=guessed)) is engines[1]
+    assert first(router, Question("m", tokens=4000, held={engines[1].url: [{}]}, guessed=guessed)) is engines[1]
+
+
+def test_each_prompt_counts_what_its_own_best_tier_spares(engines):
+    router = Router(Fleet(engines), policy="prefix_affinity", weights=Weights(tiers={"GPU": 1.0, "CPU": 0.8}))
+    prompts = [bytes(4 * 1000), bytes(4 * 500)]
+    held = {engines[1].url: [{"GPU": 100, "CPU": 200}, {"STORAGE": 400}]}
+    question = Question("m", tokens=1500, prompts=prompts, held=held)
+    (cost,) = [found.cost for found in router.rank("both", question, 0.0) if found.endpoint is engines[1]]
+    assert cost is not None
+    assert cost.compute == pytest.approx(1500 - (100 + 0.8 * 100) - 0.5 * 400)
+
+
+def test_what_was_just_sent_is_the_beginning_of_all_prompts_together(engines):
+    router = Router(Fleet(engines), policy="prefix_affinity")
+    prompts = [bytes(4 * 100), bytes(4 * 100), bytes(4 * 100)]
+    held = {engines[0].url: [{}, {"GPU": 80}, {"CPU": 10}]}
+    question = Question("m", tokens=300, prompts=prompts, held=held, guessed={engines[0].url: 0.5})
+    (cost,) = [found.cost for found in router.rank("both", question, 0.0) if found.endpoint is engines[0]]
+    assert cost is not None
+    assert cost.compute == pytest.approx(300 - 100 - 80 - 0.8 * 10)
 
 
 def test_the_session_stays_where_it_is_until_that_engine_is_busy(engines):
@@ -112,7 +133,7 @@ def test_equal_keys_go_to_one_engine_and_the_rest_are_spread(engines):
 def test_decode_engines_are_chosen_by_load_before_what_they_hold():
     engines = [endpoint("d0", "decode"), endpoint("d1", "decode")]
     router = Router(Fleet(engines), policy="prefix_affinity")
-    question = Question("m", tokens=2000, held={engines[0].url: {"GPU": 2000}})
+    question = Question("m", tokens=2000, held={engines[0].url: [{"GPU": 2000}]})
     assert first(router, question, "decode") is engines[0]
     engines[0].in_flight["decode"] = 4
     assert first(router, question, "decode") is engines[1]

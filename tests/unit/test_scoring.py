@@ -38,36 +38,36 @@ def test_a_token_counts_once_in_its_best_tier(tiers, saved):
 @given(TIERS, st.sampled_from(["GPU", "CPU", "STORAGE"]), st.integers(1, 1000))
 def test_more_cache_never_costs_more(tiers, tier, more):
     better = {**tiers, tier: tiers.get(tier, 0) + more}
-    assert cost_of(5000, better, Load(), WEIGHTS).total <= cost_of(5000, tiers, Load(), WEIGHTS).total + 1e-6
+    assert cost_of(5000, [better], Load(), WEIGHTS).total <= cost_of(5000, [tiers], Load(), WEIGHTS).total + 1e-6
 
 
 @given(TIERS, LOADS, st.integers(0, 20_000))
 def test_no_part_is_negative_and_the_total_is_their_sum(tiers, load, prompt):
-    cost = cost_of(prompt, tiers, load, WEIGHTS)
+    cost = cost_of(prompt, [tiers], load, WEIGHTS)
     parts = (cost.compute, cost.ahead, cost.crowd, cost.full)
     assert min(parts) >= 0
     assert cost.total == pytest.approx(sum(parts))
 
 
 def test_a_queue_outweighs_a_prefix_when_it_is_longer():
-    warm_and_busy = cost_of(4000, {"GPU": 4000}, Load(requests=4, tokens=9000), WEIGHTS)
-    cold_and_idle = cost_of(4000, {}, Load(), WEIGHTS)
+    warm_and_busy = cost_of(4000, [{"GPU": 4000}], Load(requests=4, tokens=9000), WEIGHTS)
+    cold_and_idle = cost_of(4000, [{}], Load(), WEIGHTS)
     assert cold_and_idle.total < warm_and_busy.total
 
 
 def test_a_warm_engine_with_a_short_queue_still_wins():
-    warm = cost_of(4000, {"GPU": 4000}, Load(requests=1, tokens=500), WEIGHTS)
-    assert warm.total < cost_of(4000, {}, Load(), WEIGHTS).total
+    warm = cost_of(4000, [{"GPU": 4000}], Load(requests=1, tokens=500), WEIGHTS)
+    assert warm.total < cost_of(4000, [{}], Load(), WEIGHTS).total
 
 
 def test_the_gateways_own_requests_do_not_count_twice_in_the_queue():
-    assert cost_of(0, {}, Load(requests=3, tokens=0, waiting=3), WEIGHTS).ahead == 0
-    assert cost_of(0, {}, Load(requests=3, tokens=0, waiting=5), WEIGHTS).ahead == 2 * WEIGHTS.waiting
+    assert cost_of(0, [{}], Load(requests=3, tokens=0, waiting=3), WEIGHTS).ahead == 0
+    assert cost_of(0, [{}], Load(requests=3, tokens=0, waiting=5), WEIGHTS).ahead == 2 * WEIGHTS.waiting
 
 
 def test_an_engine_that_is_nearly_full_costs_up_to_the_prompt_again():
-    assert cost_of(1000, {}, Load(kv_usage=0.89), WEIGHTS).full == 0
-    assert cost_of(1000, {}, Load(kv_usage=1.0), WEIGHTS).full == pytest.approx(1000)
+    assert cost_of(1000, [{}], Load(kv_usage=0.89), WEIGHTS).full == 0
+    assert cost_of(1000, [{}], Load(kv_usage=1.0), WEIGHTS).full == pytest.approx(1000)
 
 
 def test_ties_are_spread_and_others_keep_their_order():

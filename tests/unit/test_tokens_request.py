@@ -6,6 +6,7 @@ import pytest
 
 from kvroute._core import Body
 from kvroute.tokens import NoTokens, read_ask
+from kvroute.tokens.request import MOST_PROMPTS, read_asks
 
 USER = {"role": "user", "content": "hi"}
 
@@ -121,6 +122,34 @@ def test_completions_of_text_and_of_tokens():
     assert ask("completions", prompt=["one"]).needs == {"completions"}
     assert ask("completions", prompt=[1, 2, 3]).ids == array("I", [1, 2, 3])
     assert ask("completions", prompt=[[1, 2]]).ids == array("I", [1, 2])
+
+
+def asks(**members):
+    return read_asks("completions", Body.scan(json.dumps(members).encode()))
+
+
+def test_each_of_several_prompts_is_asked_for_by_itself():
+    bodies = [json.loads(one.body()) for one in asks(prompt=["a", "é"], model="m", n=2)]
+    assert bodies == [{"model": "m", "prompt": "a"}, {"model": "m", "prompt": "é"}]
+    assert [one.ids for one in asks(prompt=[[1, 2], [3]])] == [array("I", [1, 2]), array("I", [3])]
+    assert len(asks(prompt=["a"] * MOST_PROMPTS)) == MOST_PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        (["a"] * (MOST_PROMPTS + 1), "too_many"),
+        ([[1]] * 100_000, "too_many"),
+        (["a", [1]], "prompt"),
+        ([[1], [2, None]], "prompt"),
+        ([[1], []], "prompt"),
+        ([["a"]], "prompt"),
+    ],
+)
+def test_all_prompts_have_exact_tokens_or_none_has(prompt, why):
+    with pytest.raises(NoTokens) as caught:
+        asks(prompt=prompt)
+    assert caught.value.reason == why
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ class DecodeLeg:
         direct = self._gateway.settings.pd.direct_max_uncached_tokens and endpoint.capabilities.prefix_caching
         if body is None or prompt_tokens is None or not direct:
             return None
-        return History.of(body, prompt_tokens=prompt_tokens, held_tokens=handle.tokens)
+        return History.of(body, self._incoming.context, prompt_tokens=prompt_tokens, held_tokens=handle.tokens)
 
 
 def response_of(incoming: Incoming, tap: Tap | None) -> str | None:

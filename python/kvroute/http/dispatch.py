@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from kvroute.kv.held import Held
     from kvroute.kv.names import Names
     from kvroute.plan.plan import Plan
-    from kvroute.plan.router import Question
 
 _log = logging.getLogger("kvroute.http")
 EXPLAIN = "/debug/plan"
@@ -125,14 +124,13 @@ class Dispatcher:
     async def _serve(self, incoming: Incoming) -> tuple[web.StreamResponse, str]:
         self._check_model(incoming.model)
         with Turn(self._store(), self._names(incoming)) as turn:
-            question = await ask(self._gateway, incoming, turn.claim.decode)
-            plan = self._plan(incoming, question, direct=self._direct(incoming, turn.held))
+            plan = await self._plan(incoming, turn)
             if plan.mode == "direct":
                 answer = await serve_direct(self._gateway, incoming, plan, turn)
                 if answer is not None:
                     self._gateway.metrics.paths.labels("direct").inc()
                     return answer, plan.mode
-                plan = self._plan(incoming, question)
+                plan = await self._plan(incoming, turn, direct=False)
             if plan.reason is not None:
                 self._gateway.metrics.whole.labels(plan.reason).inc()
             if not plan.targets:
@@ -162,8 +160,7 @@ class Dispatcher:
         incoming = await self._read(request, path, tenant, request_id, engine_request_id)
         self._check_model(incoming.model)
         with Turn(self._store(), self._names(incoming)) as turn:
-            question = await ask(self._gateway, incoming, turn.claim.decode)
-            plan = self._plan(incoming, question, direct=self._direct(incoming, turn.held))
+            plan = await self._plan(incoming, turn)
             return json_answer(explain(self._gateway, incoming, plan, turn.claim))
 
     def _store(self) -> Store | None:
@@ -190,16 +187,18 @@ class Dispatcher:
         if held is None or held.history is None or incoming.body is None or not limit:
             return None
         decode = self._gateway.fleet.get(held.decode)
-        uncached = held.history.uncached_tokens(incoming.body)
+        uncached = held.history.uncached_tokens(incoming.body, incoming.context)
         return decode if goes_direct(held, decode, uncached, limit=limit, now=time.monotonic()) else None
 
-    def _plan(self, incoming: Incoming, question: Question, direct: Endpoint | None = None) -> Plan:
+    async def _plan(self, incoming: Incoming, turn: Turn, *, direct: bool = True) -> Plan:
         whole: str | None = None
         if self._gateway.settings.disaggregated:
             body = incoming.body
             whole = (
                 whole_reason(incoming.api, body) if incoming.api is not None and body is not None else "not_generation"
             )
+        engine = self._direct(incoming, turn.held) if direct and whole is None else None
+        question = await ask(self._gateway, incoming, turn.claim.decode, direct=engine is not None)
         return make_plan(
             self._gateway.router,
             question,
@@ -208,5 +207,5 @@ class Dispatcher:
             fallback=self._gateway.settings.pd.fallback,
             now=time.monotonic(),
             sealed=incoming.body is not None and prompt_follows_output(incoming.body),
-            direct=direct,
+            direct=engine,
         )

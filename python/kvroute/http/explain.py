@@ -35,7 +35,8 @@ def explain(gateway: Gateway, incoming: Incoming, plan: Plan, claim: Claim) -> d
         "policy": gateway.router.policy,
         "prompt": {
             "tokens": question.tokens,
-            "counted": bool(question.ids),
+            "counted": bool(question.prompts),
+            "tokens_by_prompt": question.lengths if question.prompts else None,
             "lora": question.lora,
             "salted": question.salt is not None,
         },
@@ -44,7 +45,7 @@ def explain(gateway: Gateway, incoming: Incoming, plan: Plan, claim: Claim) -> d
             "last_decode": claim.decode,
             "handle_tokens": claim.held.handle.tokens if claim.held is not None else None,
             "handle_seconds_left": round(claim.held.deadline - now, 1) if claim.held is not None else None,
-            "uncached_tokens": claim.held.history.uncached_tokens(incoming.body)
+            "uncached_tokens": claim.held.history.uncached_tokens(incoming.body, incoming.context)
             if claim.held is not None and claim.held.history is not None and incoming.body is not None
             else None,
         },

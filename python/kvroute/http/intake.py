@@ -16,6 +16,7 @@ from kvroute.aio import timeout
 from kvroute.http.errors import GatewayError
 from kvroute.kv.names import LONGEST_ID
 from kvroute.kv.params import ParamsError, Policy, client_policy
+from kvroute.plan.history import context_of
 from kvroute.upstream import forward_headers
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Incoming:
     body: Body | None
     policy: Policy
     keep_credentials: bool
+    _context: bytes = dataclasses.field(default=b"", init=False, repr=False)
 
     @property
     def model(self) -> str | None:
@@ -77,6 +79,13 @@ class Incoming:
         if session is not None and len(session.encode("utf-8", "surrogateescape")) > LONGEST_ID:
             raise GatewayError(400, f"header X-Session-ID must be at most {LONGEST_ID} bytes", param="X-Session-ID")
         return session or None
+
+    @property
+    def context(self) -> bytes:
+        """Digest of what decides the prompt and its cache beside its text; empty for a body that passes unread."""
+        if not self._context and self.body is not None:
+            self._context = context_of(self.body)
+        return self._context
 
     def headers_for(self, endpoint: Endpoint) -> list[tuple[bytes, bytes]]:
         """The request headers of one leg."""

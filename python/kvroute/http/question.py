@@ -1,4 +1,4 @@
-"""What routing needs to know of a request: how long its prompt is, and which engines hold the beginning of it."""
+"""What routing needs to know of a request: how long its prompts are, and which engines hold the beginnings of them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
-import orjson
-
-from kvroute.plan.history import context_of
+from kvroute.kv.salt import SaltError, cache_salt
 from kvroute.plan.recent import Prefixes
 from kvroute.plan.router import Question
 from kvroute.plan.scoring import SPECULATIVE
 from kvroute.tokens import NoTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvroute._core import Body
     from kvroute.config import Role
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
+    from kvroute.plan.scoring import Tiers
     from kvroute.tokens import Tokens
 
 # Of English text and JSON in the tokenizers of today's models; what is estimated so only weighs engines.
@@ -30,13 +29,14 @@ _BYTES_PER_TOKEN = 4
 _ASSUMED_SECONDS = 10.0
 
 
-async def ask(gateway: Gateway, incoming: Incoming, session: str | None) -> Question:
+async def ask(gateway: Gateway, incoming: Incoming, session: str | None, *, direct: bool = False) -> Question:
     """Put a request's question together.
 
     Args:
         gateway: The gateway.
         incoming: The request.
         session: URL of the engine that served the conversation's last turn.
+        direct: The engine is known already: prompts are not counted, since nothing is chosen by their tokens.
     """
     body, policy = incoming.body, gateway.router.policy
     question = Question(model=incoming.model, session=session)
@@ -44,15 +44,13 @@ async def ask(gateway: Gateway, incoming: Incoming, session: str | None) -> Ques
         return question
     if policy in {"prefix_affinity", "consistent_hash"}:
         question = _by_text(gateway, incoming, body, question)
-    if policy == "prefix_affinity" or gateway.selective.needs_evidence:
-        found = await _tokens(gateway, incoming, body)
-        if found is not None:
-            question = _by_tokens(gateway, incoming, body, found, question)
+    if not direct and (policy == "prefix_affinity" or gateway.selective.needs_evidence):
+        question = await _by_tokens(gateway, incoming, body, question)
     return question
 
 
 def _by_text(gateway: Gateway, incoming: Incoming, body: Body, question: Question) -> Question:
-    prefixes = Prefixes.of(body, context_of(body))
+    prefixes = Prefixes.of(body, incoming.context)
     conversation = incoming.conversation
     if conversation is not None:
         key = conversation.encode("utf-8", "surrogateescape")
@@ -64,54 +62,65 @@ def _by_text(gateway: Gateway, incoming: Incoming, body: Body, question: Questio
     return dataclasses.replace(question, tokens=tokens, guessed=guessed, key=key, prefixes=prefixes)
 
 
-async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> Tokens | None:
-    """The prompt's tokens, where they help: somebody's KV events are heard, and a source is there within its budget."""
+async def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, question: Question) -> Question:
+    try:
+        salt = cache_salt(body)
+    except SaltError:
+        return question  # the engine will refuse it
+    found = await _tokens(gateway, incoming, body)
+    if found is None:
+        return question
+    counted = dataclasses.replace(
+        question,
+        tokens=sum(len(prompt.ids) for prompt in found),
+        prompts=[prompt.ids.tobytes() for prompt in found],
+        lora=_adapter(gateway, incoming.model),
+        salt=salt,
+    )
+    return dataclasses.replace(counted, held=_held(gateway, counted))
+
+
+async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> list[Tokens] | None:
+    """The prompts' tokens, where they help: somebody's KV events are heard, and a source is there within its budget."""
     role: Role = "prefill" if gateway.settings.disaggregated else "both"
     engines = gateway.fleet.able(role, incoming.model)
     if not any(engine.hearing.state == "live" for engine in engines):
         return None
     try:
-        return await gateway.prompts.of(engines[0], incoming.api, body, incoming.headers_for(engines[0]))
+        return await gateway.prompts.of_each(engines[0], incoming.api, body, incoming.headers_for(engines[0]))
     except NoTokens:
         return None  # counted there; routing goes on by load, by session and by where the text was sent
 
 
-def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, found: Tokens, question: Question) -> Question:
-    try:
-        salt = orjson.loads(body.raw("cache_salt") or b"null")
-    except orjson.JSONDecodeError:  # half of a surrogate pair, or a number beyond all: the engine will refuse it
-        return question
-    counted = dataclasses.replace(
-        question,
-        tokens=len(found.ids),
-        ids=found.ids.tobytes(),
-        lora=_adapter(gateway, incoming.model),
-        salt=salt if isinstance(salt, str) else None,
-    )
-    return dataclasses.replace(counted, held=_held(gateway, counted))
-
-
-def _held(gateway: Gateway, question: Question) -> Mapping[str, Mapping[str, int]]:
-    """What each engine that is heard has of the prompt.
+def _held(gateway: Gateway, question: Question) -> Mapping[str, Sequence[Tiers]]:
+    """What each engine that is heard has of each prompt.
 
     Of several data-parallel ranks the one that has most counts, since the engine may pick it; for a decision about
     loads, which may meet another rank, there is then no evidence.
     """
-    matched = gateway.index.match(question.ids, lora=question.lora, cache_salt=question.salt)
+    matched = [gateway.index.match(ids, lora=question.lora, cache_salt=question.salt) for ids in question.prompts]
     heard = gateway.heard()
-    held: dict[str, Mapping[str, int]] = {}
-    for (url, _rank), tiers in matched.items():
-        if url in heard and max(tiers.values(), default=0) >= max(held.get(url, {}).values(), default=0):
-            held[url] = tiers
+    held: dict[str, Sequence[Tiers]] = {}
+    # An engine may come or go between two matches.
+    for url, rank in set(matched[0]).intersection(*matched[1:]):
+        if url in heard:
+            tiers = [found[url, rank] for found in matched]
+            if url not in held or _most(tiers) > _most(held[url]):
+                held[url] = tiers
     return held
 
 
+def _most(held: Sequence[Tiers]) -> int:
+    return sum(max(tiers.values(), default=0) for tiers in held)
+
+
 def note_sent(gateway: Gateway, question: Question, endpoint: Endpoint) -> None:
-    """Remember that a prompt is on its way to an engine, which will have it for a while: a guess, and no evidence."""
+    """Remember that prompts are on their way to an engine, which will have them for a while: a guess, no evidence."""
     gateway.recent.note(question.prefixes, endpoint.url)
-    if question.ids and endpoint.hearing.state == "live" and len(endpoint.hearing.ranks) == 1:
+    if endpoint.hearing.state == "live" and len(endpoint.hearing.ranks) == 1:
         until = time.monotonic() + _ASSUMED_SECONDS
-        gateway.index.assume(endpoint.url, 0, question.ids, until=until, lora=question.lora, cache_salt=question.salt)
+        for ids in question.prompts:
+            gateway.index.assume(endpoint.url, 0, ids, until=until, lora=question.lora, cache_salt=question.salt)
 
 
 def _adapter(gateway: Gateway, model: str | None) -> str | None:
@@ -121,15 +130,22 @@ def _adapter(gateway: Gateway, model: str | None) -> str | None:
     return model if any(entry.get("parent") is not None for entry in entries) else None
 
 
-def evidence(question: Question, endpoint: Endpoint) -> list[Mapping[str, int]] | None:
-    """What is known for sure of the one prompt on the engine that would load; None when that is nothing.
+def known(question: Question, endpoint: Endpoint) -> list[Tiers] | None:
+    """What the index knows that an engine has of each prompt, without what is only assumed; None when it may be wrong.
 
-    An engine whose events were not heard from its start on may hold more than the index says, and of several
-    data-parallel ranks any may get the request: then nothing is known.
+    Of several data-parallel ranks any may get the request: then nothing is known.
     """
-    tiers, ranks = question.held.get(endpoint.url), endpoint.hearing.ranks
-    if tiers is None or len(ranks) != 1 or endpoint.hearing.state != "live":
+    held, hearing = question.held.get(endpoint.url), endpoint.hearing
+    if held is None or hearing.state != "live" or len(hearing.ranks) != 1:
         return None
-    if not all(rank.whole for rank in ranks.values()):
+    return [{tier: tokens for tier, tokens in tiers.items() if tier != SPECULATIVE} for tiers in held]
+
+
+def evidence(question: Question, endpoint: Endpoint) -> list[Tiers] | None:
+    """What is known for sure of the prompts on the engine that would load; None when that is nothing.
+
+    An engine whose events were not heard from its start on may hold more than the index says.
+    """
+    if not all(rank.whole for rank in endpoint.hearing.ranks.values()):
         return None
-    return [{tier: tokens for tier, tokens in tiers.items() if tier != SPECULATIVE}]
+    return known(question, endpoint)

@@ -23,7 +23,7 @@ def decide(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint)
         incoming.policy,
         endpoint,
         evidence(question, endpoint),
-        lengths=[question.tokens] if question.ids else None,
+        lengths=question.lengths if question.prompts else None,
         now=time.monotonic(),
     )
 

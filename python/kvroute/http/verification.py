@@ -6,9 +6,8 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-import orjson
-
 from kvroute.kv.comparison import compare
+from kvroute.kv.salt import SaltError, cache_salt
 from kvroute.tokens import NoTokens
 
 if TYPE_CHECKING:
@@ -93,15 +92,15 @@ async def _verify(gateway: Gateway, incoming: Incoming, held: Held, prefill: End
         # A name may be pointed at another adapter, and only the engine knows which one is behind it.
         return Verification("lora")
     try:
-        salt = orjson.loads(incoming.body.raw("cache_salt") or b"null")
-    except orjson.JSONDecodeError:  # half of a surrogate pair
+        salt = cache_salt(incoming.body)
+    except SaltError:
         return Verification("malformed")
     try:
         found = await gateway.prompts.of(prefill, incoming.api, incoming.body, incoming.headers_for(prefill))
     except NoTokens as error:
         _log.debug("%s: no tokens of a prompt: %s", prefill.url, error)
         return Verification("no_tokens")
-    compared = compare(held.handle, found.ids, prefill.capabilities, salt=salt if isinstance(salt, str) else None)
+    compared = compare(held.handle, found.ids, prefill.capabilities, salt=salt)
     verdict = compared.verdict
     if compared.handle is None:
         return Verification(verdict.reason, verdict)

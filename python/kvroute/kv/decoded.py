@@ -16,6 +16,7 @@ import orjson
 
 from kvroute._core import Body, Edits
 from kvroute.kv.recipes import OWNED
+from kvroute.kv.salt import SaltError, cache_salt
 from kvroute.verify.digests import SCHEME, Keys, TokenDigests, sequence_keys
 from kvroute.verify.record import sealed_tokens, write_record, write_seal
 
@@ -78,13 +79,11 @@ def keys_of(body: Body, models: Mapping[str, Mapping[str, Any]]) -> Keys:
         raise NoRecord("adapter")
     try:
         messages = orjson.loads(body.raw("messages") or b"[]")
-        salt = orjson.loads(body.raw("cache_salt") or b"null")
-    except orjson.JSONDecodeError:
+        salt = cache_salt(body)
+    except (orjson.JSONDecodeError, SaltError):
         raise NoRecord("unreadable") from None
     if not isinstance(messages, list) or not all(map(_is_text, messages)):
         raise NoRecord("media")
-    if not (salt is None or isinstance(salt, str)):
-        raise NoRecord("unreadable")
     return sequence_keys(salt)
 
 

@@ -55,24 +55,35 @@ class History:
     held_tokens: int
 
     @classmethod
-    def of(cls, body: Body, *, prompt_tokens: int, held_tokens: int) -> History | None:
-        """Describe a turn; None when it has no text, or its counts cannot be."""
+    def of(cls, body: Body, context: bytes, *, prompt_tokens: int, held_tokens: int) -> History | None:
+        """Describe a turn; None when it has no text, or its counts cannot be.
+
+        Args:
+            body: Its request.
+            context: `context_of` that.
+            prompt_tokens: As the prefill engine counted them.
+            held_tokens: As the decode engine's handle counts them.
+        """
         text = _text(body)
         if not text or not 0 < prompt_tokens <= held_tokens + 1:
             return None
-        return cls(context_of(body), _digest(text), len(text), prompt_tokens, held_tokens)
+        return cls(context, _digest(text), len(text), prompt_tokens, held_tokens)
 
-    def uncached_tokens(self, body: Body) -> int | None:
+    def uncached_tokens(self, body: Body, context: bytes) -> int | None:
         """Estimate how many of a new prompt's tokens the decode engine has no KV of.
 
         The new text is what follows the old one, at the old prompt's bytes per token. The answer in it is in the
         decode engine's cache when it came back whole; when it did not (edited, reasoning stripped), all of it counts.
 
+        Args:
+            body: The new request.
+            context: `context_of` that.
+
         Returns:
             The estimate, 0 or more; None when the new prompt does not continue this one.
         """
         text = _text(body)
-        if len(text) < self.size or _digest(text[: self.size]) != self.text or context_of(body) != self.context:
+        if len(text) < self.size or context != self.context or _digest(text[: self.size]) != self.text:
             return None
         grown = round((len(text) - self.size) * self.prompt_tokens / self.size)
         answer = self.held_tokens - self.prompt_tokens

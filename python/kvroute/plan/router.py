@@ -22,6 +22,7 @@ PolicyName = Literal["prefix_affinity", "least_loaded", "round_robin", "consiste
 # Of what the prompt costs on prefill: decode reads what prefill computed, and its own cache only spares the transfer.
 _TRANSFER = 0.1
 _MAX_TURNS = 10_000  # model names come from clients
+TOKEN_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,27 +31,33 @@ class Question:
 
     Attributes:
         model: The model that is asked for.
-        tokens: Of the prompt.
-        ids: The tokens as little-endian u32s, empty when they are not known.
+        tokens: Of all prompts.
+        prompts: Each prompt's tokens as little-endian u32s; empty when they are not known.
         lora: Name of the adapter that is asked for, where the model is one.
         salt: The request's ``cache_salt``.
-        held: What the index knows of each engine, by URL; an engine that is not there is not known.
-        guessed: Share of the prompt that lately went to each engine, by URL.
+        held: What the index knows that each engine has of each prompt, by URL; an engine that is not there is not
+            known.
+        guessed: Share of the request's text that lately went to each engine, by URL.
         session: URL of the engine of this role that served the conversation's last turn.
         key: What requests of one conversation, or with one beginning, have in common.
-        prefixes: What is remembered of the prompt once it went somewhere.
+        prefixes: What is remembered of the text once it went somewhere.
     """
 
     model: str | None = None
     tokens: int = 0
-    ids: bytes = b""
+    prompts: Sequence[bytes] = ()
     lora: str | None = None
     salt: str | None = None
-    held: Mapping[str, Tiers] = dataclasses.field(default_factory=dict)
+    held: Mapping[str, Sequence[Tiers]] = dataclasses.field(default_factory=dict)
     guessed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     session: str | None = None
     key: bytes = b""
     prefixes: Prefixes = NO_PREFIXES
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt; of all as of one when they are not known."""
+        return [len(ids) // TOKEN_BYTES for ids in self.prompts] or [self.tokens]
 
 
 NO_QUESTION = Question()
@@ -125,11 +132,9 @@ class Router:
     def _candidate(self, engine: Endpoint, question: Question, role: Role, now: float) -> Candidate:
         held = question.held.get(engine.url)
         guess = round(question.guessed.get(engine.url, 0.0) * question.tokens)
-        tiers: Tiers = held or {}
-        # A block that was routed there a moment ago is not announced yet.
-        if guess > tiers.get(GPU, 0):
-            tiers = {**tiers, GPU: guess}
-        cost = cost_of(question.tokens, tiers, load_of(engine, now), self._weights)
+        lengths = question.lengths
+        likely = _with_guess(held or [{}] * len(lengths), lengths, guess)
+        cost = cost_of(question.tokens, likely, load_of(engine, now), self._weights)
         if role == "decode":
             cost = dataclasses.replace(cost, compute=cost.compute * _TRANSFER)
         if engine.url == question.session:
@@ -143,6 +148,19 @@ class Router:
             self._turns.clear()
         self._turns[(role, model)] = turn + 1
         return turn
+
+
+def _with_guess(held: Sequence[Tiers], lengths: Sequence[int], guess: int) -> list[Tiers]:
+    """What an engine has of each prompt when it also has the first ``guess`` tokens of all, one after the other.
+
+    What was routed there a moment ago is not announced yet.
+    """
+    likely = []
+    for tiers, length in zip(held, lengths, strict=True):
+        part = min(guess, length)
+        guess -= part
+        likely.append({**tiers, GPU: part} if part > tiers.get(GPU, 0) else tiers)
+    return likely
 
 
 def load_of(engine: Endpoint, now: float) -> Load:

@@ -96,9 +96,16 @@ def saved_tokens(tiers: Tiers, weights: Weights) -> float:
     return saved
 
 
-def cost_of(prompt_tokens: int, tiers: Tiers, load: Load, weights: Weights) -> Cost:
-    """The cost of a prompt of ``prompt_tokens`` on an engine that holds ``tiers`` of it and has ``load``."""
-    compute = max(0.0, prompt_tokens - saved_tokens(tiers, weights))
+def cost_of(prompt_tokens: int, held: Sequence[Tiers], load: Load, weights: Weights) -> Cost:
+    """The cost of a request on one engine.
+
+    Args:
+        prompt_tokens: Of all its prompts.
+        held: What the engine has of each.
+        load: What it has to do.
+        weights: How much each part counts.
+    """
+    compute = max(0.0, prompt_tokens - sum(saved_tokens(tiers, weights) for tiers in held))
     # What others wait for there; requests of this gateway are counted by their tokens and would count twice.
     strangers = max(0.0, (load.waiting or 0.0) - load.requests)
     running = max(load.running or 0.0, load.requests)

@@ -21,6 +21,7 @@ FAULTS = frozenset({"slow", "unreachable", "error", "malformed"})
 """The reasons that speak against the engine, and not against the request."""
 
 _LIMIT = 64 * 2**20
+_AT_ONCE = 4  # calls of one request: an engine tokenizes on one thread or two
 
 
 async def tokenize(
@@ -60,6 +61,46 @@ async def tokenize(
     if reply.status != 200:
         raise NoTokens("error" if reply.status >= 500 else "refused", f"/tokenize answered {reply.status}")
     return read_tokens(reply.body)
+
+
+async def tokenize_each(
+    pool: Pool, origin: Origin, headers: Sequence[tuple[bytes, bytes]], bodies: Sequence[bytes], *, seconds: float
+) -> list[array[int]]:
+    """Ask an engine for the tokens of several prompts, a few at a time and equal ones once.
+
+    Args:
+        pool: The connections to engines.
+        origin: The engine.
+        headers: Of each call.
+        bodies: For ``/tokenize``, one per prompt.
+        seconds: For all of them together.
+
+    Returns:
+        Tokens per prompt.
+
+    Raises:
+        NoTokens: What `tokenize` says of the first prompt that has none; the others are not asked for any more.
+    """
+    if len(bodies) == 1:
+        return [await tokenize(pool, origin, headers, bodies[0], seconds=seconds)]
+    found: dict[bytes, array[int]] = {}
+    waiting = iter(dict.fromkeys(bodies))
+
+    async def work() -> None:
+        for body in waiting:
+            found[body] = await tokenize(pool, origin, headers, body, seconds=seconds)
+
+    workers = [asyncio.create_task(work()) for _ in range(min(_AT_ONCE, len(bodies)))]
+    try:
+        async with timeout(seconds):
+            await asyncio.gather(*workers)
+    except asyncio.TimeoutError:
+        raise NoTokens("slow", f"/tokenize took more than {seconds:g} s for {len(bodies)} prompts") from None
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return [found[body] for body in bodies]
 
 
 def read_tokens(body: bytes) -> array[int]:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Literal
 from kvroute.aio import timeout
 from kvroute.fleet.probe import headers_for
 from kvroute.tokens.breaker import Breaker
-from kvroute.tokens.engine import FAULTS, tokenize
+from kvroute.tokens.engine import FAULTS, tokenize_each
 from kvroute.tokens.local import LocalTokenizer, TokenizerError
 from kvroute.tokens.parity import Asked, Proof, prove
-from kvroute.tokens.request import Ask, ContentFormat, NoTokens, read_ask
+from kvroute.tokens.request import Ask, ContentFormat, NoTokens, read_ask, read_asks
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvroute._core import Body
     from kvroute.config import Settings
@@ -79,7 +79,7 @@ class Prompts:
     async def of(
         self, endpoint: Endpoint, api: Api | None, body: Body, headers: Sequence[tuple[bytes, bytes]]
     ) -> Tokens:
-        """The tokens that ``endpoint`` will compute for a request's prompt.
+        """The tokens that ``endpoint`` will compute for the prompt of a request that has one.
 
         Args:
             endpoint: The engine.
@@ -88,36 +88,61 @@ class Prompts:
             headers: For a call to this engine in the client's name.
 
         Raises:
-            NoTokens: There are none that are known to be exact, or not in time.
+            NoTokens: There are none that are known to be exact, or not in time; ``prompt`` when there are several.
         """
+        return (await self._counted(endpoint, lambda: (read_ask(api, body),), headers))[0]
+
+    async def of_each(
+        self, endpoint: Endpoint, api: Api | None, body: Body, headers: Sequence[tuple[bytes, bytes]]
+    ) -> list[Tokens]:
+        """The tokens that ``endpoint`` will compute for each prompt of a request, in order.
+
+        They come from one source, within one budget of time, and are counted as one.
+
+        Args:
+            endpoint: The engine.
+            api: The request's.
+            body: The client's body.
+            headers: For a call to this engine in the client's name.
+
+        Raises:
+            NoTokens: One of them has none that are known to be exact, or not in time: then none has.
+        """
+        return await self._counted(endpoint, lambda: read_asks(api, body), headers)
+
+    async def _counted(
+        self, endpoint: Endpoint, read: Callable[[], Sequence[Ask]], headers: Sequence[tuple[bytes, bytes]]
+    ) -> list[Tokens]:
         started = time.monotonic()
         try:
-            tokens = await self._of(endpoint, api, body, headers)
+            tokens = await self._of(endpoint, read(), headers)
         except NoTokens as error:
             self._metrics.tokenized.labels("none", error.reason).inc()
             raise
-        self._metrics.tokenized.labels(tokens.source, "ok").inc()
-        self._metrics.tokenize_seconds.labels(tokens.source).observe(time.monotonic() - started)
+        self._metrics.tokenized.labels(tokens[0].source, "ok").inc()
+        self._metrics.tokenize_seconds.labels(tokens[0].source).observe(time.monotonic() - started)
         return tokens
 
     async def _of(
-        self, endpoint: Endpoint, api: Api | None, body: Body, headers: Sequence[tuple[bytes, bytes]]
-    ) -> Tokens:
-        ask = read_ask(api, body)
-        if ask.ids is not None:
-            return Tokens(ask.ids, "request")
+        self, endpoint: Endpoint, asks: Sequence[Ask], headers: Sequence[tuple[bytes, bytes]]
+    ) -> list[Tokens]:
+        given = [Tokens(ask.ids, "request") for ask in asks if ask.ids is not None]
+        if given:  # texts and ids do not come together
+            return given
+        ask = asks[0]  # what the prompts of one request need of a source is the same
         proof = self._proof_for(endpoint, ask.model)
         deadline = time.monotonic() + self._budget
         local = self._local.get(self._model(endpoint, ask.model) or "")
-        if local is not None and proof.local is not None and local.renders(ask):
+        if local is not None and proof.local is not None and local.renders(ask):  # a chat, which is one prompt
             try:
-                return Tokens(await self._render(local, ask, proof.local), "local")
+                return [Tokens(await self._render(local, ask, proof.local), "local")]
             except NoTokens as error:
                 if error.reason == "slow":
                     raise
         if not ask.needs <= proof.engine:
             raise NoTokens("unproven", f"/tokenize is not proven for {', '.join(sorted(ask.needs - proof.engine))}")
-        return Tokens(await self._ask_engine(endpoint, ask, headers, max(deadline - time.monotonic(), 0.001)), "engine")
+        left = max(deadline - time.monotonic(), 0.001)
+        return [Tokens(ids, "engine") for ids in await self._ask_engine(endpoint, asks, headers, left)]
 
     async def _render(self, local: LocalTokenizer, ask: Ask, content: ContentFormat) -> array[int]:
         if len(ask) < _IN_THREAD:
@@ -130,15 +155,18 @@ class Prompts:
             raise NoTokens("slow", f"local tokenisation took more than {self._budget:g} s") from None
 
     async def _ask_engine(
-        self, endpoint: Endpoint, ask: Ask, headers: Sequence[tuple[bytes, bytes]], seconds: float
-    ) -> array[int]:
+        self, endpoint: Endpoint, asks: Sequence[Ask], headers: Sequence[tuple[bytes, bytes]], seconds: float
+    ) -> list[array[int]]:
         breaker = self._breaker(endpoint)
         if not breaker.admit():
             raise NoTokens("resting", f"/tokenize of {endpoint.url} was slow or failed and is left alone for a while")
+        bodies = [ask.body() for ask in asks]
         try:
-            tokens = await tokenize(self._pool, endpoint.origin, headers, ask.body(), seconds=seconds)
+            tokens = await tokenize_each(self._pool, endpoint.origin, headers, bodies, seconds=seconds)
         except NoTokens as error:
-            if error.reason in FAULTS:
+            if error.reason == "slow" and len(asks) > 1:
+                pass  # the request may be at fault, which wants so many; the next one that wants one will tell
+            elif error.reason in FAULTS:
                 breaker.failed()
             else:
                 breaker.succeeded()

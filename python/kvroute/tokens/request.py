@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 8 * 2**20
 """Of a body: some two million tokens. Reading more would hold the event loop up."""
+
+MOST_PROMPTS = 128
+"""Of one request: each is a call for its tokens, and a match with the index."""
 
 Feature = Literal["chat", "continue", "tools", "tools_none", "tool_turns", "completions"]
 """A way of rendering that a source has to be proven for by itself."""
@@ -111,16 +115,29 @@ class Ask:
 
 
 def read_ask(api: Api | None, body: Body) -> Ask:
-    """Read a client's body of ``/v1/chat/completions`` or ``/v1/completions``.
+    """Read a request of one prompt.
 
     Raises:
-        NoTokens: ``api`` for other APIs, whose prompts nothing but the engine can make; ``too_large``; ``member`` for
-            one that is not known to be harmless; ``media``, ``message``, ``prompt``, ``malformed`` for what is inside.
+        NoTokens: What `read_asks` says; ``prompt`` for several.
+    """
+    asks = read_asks(api, body)
+    if len(asks) != 1:
+        raise NoTokens("prompt", f"{len(asks)} prompts where one is wanted")
+    return asks[0]
+
+
+def read_asks(api: Api | None, body: Body) -> tuple[Ask, ...]:
+    """Read a client's body of ``/v1/chat/completions`` or ``/v1/completions``: one ask for each prompt, in order.
+
+    Raises:
+        NoTokens: ``api`` for other APIs, whose prompts nothing but the engine can make; ``too_large``; ``too_many`` for
+            more than `MOST_PROMPTS`; ``member`` for one that is not known to be harmless; ``media``, ``message``,
+            ``prompt``, ``malformed`` for what is inside.
     """
     if len(body.data) > _MOST_BYTES:
         raise NoTokens("too_large", f"a body of more than {_MOST_BYTES} bytes")
     if api == "chat":
-        return _read_chat(body)
+        return (_read_chat(body),)
     if api == "completions":
         return _read_completion(body)
     raise NoTokens("api", f"prompts of {api} cannot be tokenised from outside")
@@ -151,18 +168,28 @@ def _read_chat(body: Body) -> Ask:
     return Ask(members, frozenset(needs), body.model, plain=plain, arguments=arguments)
 
 
-def _read_completion(body: Body) -> Ask:
+def _read_completion(body: Body) -> tuple[Ask, ...]:
+    if body.prompt_count > MOST_PROMPTS:  # counted by the scan, so that they need not be read for it
+        raise NoTokens("too_many", f"more than {MOST_PROMPTS} prompts")
     _check_members(body, _TEXT_KNOWN)
     prompt = _loads(body.raw("prompt"))
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+    prompts = prompt if several else [prompt]
+    if len(set(map(type, prompts))) > 1:
+        raise NoTokens("prompt", "prompts of text and of token ids in one list")
+    return tuple(_read_prompt(one, body) for one in prompts)
+
+
+def _read_prompt(prompt: Any, body: Body) -> Ask:
     if isinstance(prompt, str):
         members = {name: raw for name in TOKENIZE_TEXT if (raw := body.raw(name)) not in {None, b"null"}}
         members["prompt"] = orjson.dumps(prompt)
         return Ask(members, frozenset({"completions"}), body.model, text=prompt)
-    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 2**32 for token in prompt):
-        return Ask({}, frozenset(), body.model, ids=array("I", prompt))
-    raise NoTokens("prompt", "not one prompt of text or token ids")
+    # By type, for engines may read `true` and 1.0 as numbers, or not.
+    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:
+        with suppress(OverflowError):
+            return Ask({}, frozenset(), body.model, ids=array("I", prompt))
+    raise NoTokens("prompt", "no prompt of text or token ids")
 
 
 def _check_members(body: Body, known: frozenset[str] | set[str]) -> None:
