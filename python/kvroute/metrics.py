@@ -42,7 +42,7 @@ class Metrics:
         )
         self.first_byte = Histogram(
             "kvroute_first_byte_seconds",
-            "From the whole request read to the first byte of the engine's answer.",
+            "From a request's leaving for the engine to the first byte of its answer's body.",
             ("mode",),
             buckets=_SECONDS,
             registry=registry,
@@ -62,6 +62,13 @@ class Metrics:
         )
         self.whole = counter(
             "pd_whole", "Requests that a disaggregated fleet served whole on a decode engine.", "reason"
+        )
+        self.holders = counter(
+            "holders_unusable",
+            "Requests whose prompt (index) or conversation (session) is best known to an engine that cannot be used: "
+            "removed from the settings, out, or its KV events unheard.",
+            "known_by",
+            "reason",
         )
         self.selective = counter(
             "selective_kv_decisions",

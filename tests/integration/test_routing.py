@@ -1,6 +1,5 @@
 """Which engine gets a request, and what it may load, on simulated engines that publish KV events."""
 
-import asyncio
 import contextlib
 from typing import Any
 
@@ -53,67 +52,6 @@ async def heard(gateway, *engines):
 
 def taken(engines):
     return [len(posts(engine)) for engine in engines]
-
-
-async def test_lb_03_equal_prompts_stay_where_the_first_one_went(client):
-    async with fleet_of(*(simulated.both(f"e{i}") for i in range(4))) as engines:
-        async with running(endpoints=[engine.url for engine in engines], signals__kv_events="off") as gateway:
-            for _ in range(10):
-                await say(client, gateway, LONG)
-        assert sorted(taken(engines)) == [0, 0, 0, 10]
-
-
-async def test_lb_08_a_burst_of_other_prompts_is_spread(client):
-    async with fleet_of(*(simulated.both(f"e{i}") for i in range(4))) as engines:
-        async with running(endpoints=[engine.url for engine in engines], signals__kv_events="off") as gateway:
-            for engine in engines:
-                engine.faults.add("stall", count=-1)
-            asked = [asyncio.ensure_future(say(client, gateway, f"prompt {i}")) for i in range(40)]
-            await until(lambda: sum(taken(engines)) == 40)
-            for engine in engines:
-                engine.faults.clear()
-            await asyncio.gather(*asked)
-        counts = taken(engines)
-        assert max(counts) - min(counts) <= 3
-
-
-async def test_lb_12_a_prompt_that_is_computed_is_ahead_of_nobody(client):
-    async with fleet_of(simulated.both("e")) as (engine,), running(endpoints=[engine.url]) as gateway:
-        endpoint = gateway.endpoint(engine.url)
-        engine.faults.add("stall", count=1, after=2)
-        body = {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "max_tokens": 8, "stream": True}
-        async with client.post(gateway.url + "/v1/chat/completions", json=body) as answer:
-            await answer.content.readline()
-            assert (endpoint.in_flight["whole"], endpoint.in_flight_tokens["whole"]) == (1, 0)
-            engine.faults.clear()
-            await answer.read()
-
-
-@pytest.mark.parametrize("members", [{}, {"model": None}])
-async def test_lb_14_the_hash_of_a_text_prompt_needs_no_model_and_no_tokens(client, members):
-    async with (
-        fleet_of(*(simulated.both(f"e{i}") for i in range(3))) as engines,
-        running(
-            endpoints=[engine.url for engine in engines], routing__policy="consistent_hash", signals__kv_events="off"
-        ) as gateway,
-    ):
-        for number in range(6):
-            before = taken(engines)
-            for _ in range(5):
-                await complete(client, gateway, f"prompt {number}", **members)
-            grown = [now - then for now, then in zip(taken(engines), before, strict=True)]
-            assert sorted(grown) == [0, 0, 5]
-
-
-async def test_lb_06_two_gateways_hash_alike(client):
-    async with fleet_of(*(simulated.both(f"e{i}") for i in range(3))) as engines:
-        urls = [engine.url for engine in engines]
-        options: dict[str, Any] = {"routing__policy": "consistent_hash", "signals__kv_events": "off"}
-        async with running(endpoints=urls, **options) as one, running(endpoints=urls, **options) as other:
-            for number in range(6):
-                for gateway in (one, other):
-                    await say(client, gateway, f"turn of {number}", conversation_id=f"c{number}")
-        assert all(count % 2 == 0 for count in taken(engines))
 
 
 async def test_the_engine_whose_events_tell_of_the_prefix_gets_the_prompt(client):

@@ -132,7 +132,7 @@ class Flight:
         counts[leg] += tokens
 
     def computed(self) -> None:
-        """The engine answered: no one waits for this prompt any more, however long the answer takes."""
+        """The answer began: no one waits for this prompt any more, however long the answer takes."""
         self._counts[self._leg] -= self._tokens
         self._tokens = 0
 
@@ -284,6 +284,14 @@ class Endpoint:
             self.scrapes["stale"] += 1
             last = self._signals = None
         return last
+
+    def load_is_unknown(self, now: float) -> bool:
+        """Whether the engine takes part in routing, was asked for its load, and did not tell it lately.
+
+        Args:
+            now: Seconds of ``time.monotonic``.
+        """
+        return self.healthy and bool(self.scrapes) and self.signals(now) is None
 
     def serves(self, model: str | None) -> bool:
         """Whether a request for ``model`` may go here; no model asked for, or none known yet, matches."""

@@ -22,6 +22,9 @@ _STATES = ("off", "gap", "replaying", "live")
 
 def load_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
     """The load of engines, and how it is known."""
+    unknown = _gauge(
+        "endpoint_load_unknown", "1 while the engine is in and its load is not known: none of its samples is fresh."
+    )
     age = _gauge("signal_age_seconds", "Age of the last sample of the engine's load; none when it is not known.")
     waiting = _gauge("endpoint_waiting", "Requests that wait in the engine, by its last sample.")
     running = _gauge("endpoint_running", "Requests that run in the engine, by its last sample.")
@@ -45,9 +48,11 @@ def load_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
         for leg, count in endpoint.in_flight_tokens.items():
             if (endpoint.role == "both") == (leg == "whole") or leg == endpoint.role or count:
                 tokens.add_metric((endpoint.url, leg), float(count))
+        if endpoint.scrapes:
+            unknown.add_metric((endpoint.url,), float(endpoint.load_is_unknown(now)))
         for outcome, count in endpoint.scrapes.items():
             scrapes.add_metric((endpoint.url, outcome), float(count))
-    yield from (age, waiting, running, usage, mean, tokens, scrapes)
+    yield from (unknown, age, waiting, running, usage, mean, tokens, scrapes)
 
 
 def event_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:

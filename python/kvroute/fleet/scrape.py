@@ -54,7 +54,7 @@ class Scraper:
     async def _watch(self, endpoint: Endpoint) -> None:
         came = asyncio.Event()
         endpoint.watchers.append(came.set)
-        failing = False
+        said = False
         try:
             while True:
                 while not endpoint.healthy:
@@ -64,11 +64,13 @@ class Scraper:
                     await asyncio.sleep(self._every * random.random())  # noqa: S311 - spreads load
                 began = time.monotonic()
                 reason = await self._scrape(endpoint)
-                if reason is not None and not failing and endpoint.healthy:
+                # Said when the load is not known any more, not with a scrape that fails: some fail now and then.
+                if reason is not None and not said and endpoint.load_is_unknown(time.monotonic()):
                     _log.warning("load of %s is not known: %s", endpoint.url, reason)
-                elif reason is None and failing:
+                    said = True
+                elif reason is None and said:
                     _log.info("load of %s is known again", endpoint.url)
-                failing = reason is not None
+                    said = False
                 # A scrape that took longer than the interval is followed by a pause all the same.
                 await asyncio.sleep(max(began + self._every - time.monotonic(), self._every / 4))
         finally:

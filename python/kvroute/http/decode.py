@@ -120,7 +120,7 @@ class DecodeLeg:
             gateway.metrics.handoffs.labels("ok" if exchange.status == 200 else "refused").inc()
             self._handoff = None
         async with exchange:
-            gateway.metrics.first_byte.labels(self._plan.mode).observe(time.monotonic() - started)
+            first_byte = gateway.metrics.first_byte.labels(self._plan.mode)
             try:
                 relayed = await exchange.relay(
                     incoming.request,
@@ -128,6 +128,7 @@ class DecodeLeg:
                     token_ids=self._answer_ids,
                     rewrite=lambda shown: without_addresses(incoming, exchange.status, shown),
                     extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
+                    on_first_byte=lambda: first_byte.observe(time.monotonic() - started),
                 )
             except asyncio.CancelledError:
                 # Clients may close when they have read `[DONE]`: the turn has ended well, and the engine holds blocks.

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+from kvroute.http.holders import note_holders, note_session
 from kvroute.kv.salt import SaltError, cache_salt
 from kvroute.plan.recent import Prefixes
 from kvroute.plan.router import Question
@@ -39,6 +40,7 @@ async def ask(gateway: Gateway, incoming: Incoming, session: str | None, *, dire
         direct: The engine is known already: prompts are not counted, since nothing is chosen by their tokens.
     """
     body, policy = incoming.body, gateway.router.policy
+    note_session(gateway, session)
     question = Question(model=incoming.model, session=session)
     if body is None or incoming.api is None:
         return question
@@ -99,6 +101,7 @@ def _held(gateway: Gateway, question: Question) -> Mapping[str, Sequence[Tiers]]
     loads, which may meet another rank, there is then no evidence.
     """
     matched = [gateway.index.match(ids, lora=question.lora, cache_salt=question.salt) for ids in question.prompts]
+    note_holders(gateway, matched[0])
     heard = gateway.heard()
     held: dict[str, Sequence[Tiers]] = {}
     # An engine may come or go between two matches.

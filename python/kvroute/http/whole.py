@@ -82,13 +82,18 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
         _body(gateway, incoming, plan, endpoint),
         on_send=lambda: note_sent(gateway, plan.question, endpoint),
     )
-    async with exchange:
+
+    def began() -> None:
+        # vLLM sends the head of a stream before it has computed anything: only the body says that the prompt is done.
         flight.computed()
         gateway.metrics.first_byte.labels(plan.mode).observe(time.monotonic() - started)
+
+    async with exchange:
         relayed = await exchange.relay(
             incoming.request,
             hide=plan.mode != "aggregated",
             extra_headers=[(b"X-Request-Id", incoming.request_id.encode())],
+            on_first_byte=began,
         )
     gateway.relayed(endpoint, relayed)
     if exchange.status == 200:
