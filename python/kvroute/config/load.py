@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from kvroute.config.settings import Settings
+from kvroute.config.spelling import resolved, respelled, section_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,7 +81,14 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: must be a mapping of sections such as `server:`, it holds a {type(tree).__name__}")
-    return tree
+    # A section whose members are all commented out is there, and empty.
+    empty: dict[str, Any] = {
+        name: {} for name, value in tree.items() if value is None and section_of(Settings, name) is not None
+    }
+    try:
+        return respelled(Settings, {**tree, **empty})
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def _assign(tree: dict[str, Any], path: Sequence[str], text: str, *, source: str) -> None:
@@ -88,33 +96,21 @@ def _assign(tree: dict[str, Any], path: Sequence[str], text: str, *, source: str
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not a YAML value: {error}") from None
+    found = resolved(Settings, path)
+    if found is None:
+        raise ConfigError(f"{source}: there is no setting {'.'.join(path)}; `kvroute serve --settings` lists them")
+    names, section = found
+    if section is not None and isinstance(value, dict):
+        try:
+            value = respelled(section, value)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
     node: Any = tree
-    for name in path[:-1]:
+    for name in names[:-1]:
         node = node.setdefault(name, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict):
-        raise ConfigError(f"{source}: {'.'.join(path[:-1])} is not a section")
-    if not _exists(path):
-        raise ConfigError(f"{source}: there is no setting {'.'.join(path)}; `kvroute serve --settings` lists them")
-    node[path[-1]] = value
-
-
-def _exists(path: Sequence[str]) -> bool:
-    model: type[BaseModel] = Settings
-    for position, name in enumerate(path):
-        field = next((field for known, field in model.model_fields.items() if name in {known, field.alias}), None)
-        if field is None:
-            return False
-        if position == len(path) - 1:
-            return True
-        sections = [
-            kind
-            for kind in (field.annotation, *get_args(field.annotation))  # an optional section has its type among these
-            if isinstance(kind, type) and issubclass(kind, BaseModel)
-        ]
-        if not sections:
-            return False
-        model = sections[0]
-    return False
+        raise ConfigError(f"{source}: {'.'.join(names[:-1])} is not a section")
+    node[names[-1]] = value
 
 
 def _lines(error: ValidationError) -> list[str]:
@@ -124,7 +120,7 @@ def _lines(error: ValidationError) -> list[str]:
         message = item["msg"].removeprefix("Value error, ")
         # A rule of a whole section names the member that it is about.
         member, colon, rest = message.partition(": ")
-        if where and colon and _exists([part for part in item["loc"] if isinstance(part, str)] + [member]):
+        if where and colon and resolved(Settings, [*(part for part in item["loc"] if isinstance(part, str)), member]):
             where, message = f"{where}.{member}", rest
         if item["type"] == "extra_forbidden":
             message = "there is no such setting; `kvroute serve --settings` lists them"

@@ -8,10 +8,10 @@ where a value may be switched off, the description says how.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from kvroute.config.addresses import per_rank, reachable
@@ -27,6 +27,14 @@ class Section(BaseModel):
     """A group of settings: unknown members are refused, values never change after the start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
+            raise ValueError("must be a number")
+        return value
 
 
 def _fits_a_header(key: SecretStr) -> bool:

@@ -1,52 +1,13 @@
+"""The selective KV policy on one leg: a decision becomes members of its parameters."""
+
 import pytest
 
-from kvroute.config import ConfigError, load
+from kvroute.config import SelectiveKv
 from kvroute.fleet import Endpoint
 from kvroute.fleet.endpoint import Capabilities
 from kvroute.kv.params import client_policy
 from kvroute.kv.selective import Selective
 from kvroute.upstream import Origin
-
-ENGINE = [("both", "http://127.0.0.1:1")]
-THRESHOLD = {"load_policy": "threshold", "min_external_reusable_tokens": 1024}
-
-
-def settings(tmp_path, section):
-    file = tmp_path / "kvroute.yaml"
-    file.write_text(f"selective_kv: {section}\n")
-    return load(file=file, endpoints=ENGINE).selective_kv
-
-
-def test_the_published_block_is_read_in_both_spellings(tmp_path):
-    snake = "{load_policy: threshold, min_external_reusable_tokens: 1024, max_waiting_requests: 8}"
-    camel = "{loadPolicy: threshold, minExternalReusableTokens: 1024, maxWaitingRequests: 8}"
-    read = settings(tmp_path, snake)
-    assert read == settings(tmp_path, camel)
-    assert (read.load_policy, read.min_external_reusable_tokens, read.max_waiting_requests) == ("threshold", 1024, 8)
-    assert load(endpoints=ENGINE).selective_kv is None
-    flags = [("selective_kv.loadPolicy", "threshold"), ("selective_kv.min_external_reusable_tokens", "1024")]
-    assert load(assignments=flags, endpoints=ENGINE).selective_kv == read.model_copy(update={"max_waiting_requests": 0})
-
-
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        ("{}", "both preserve"),
-        ("{load_policy: preserve, offload_policy: preserve}", "both preserve"),
-        ("{load_policy: sometimes}", "load_policy"),
-        ("{load_policy: disable, offload_policy: threshold}", "offload_policy"),
-        ("{load_policy: threshold}", "min_external_reusable_tokens"),
-        ("{load_policy: threshold, min_external_reusable_tokens: 0}", "min_external_reusable_tokens"),
-        ("{load_policy: threshold, min_external_reusable_tokens: -5}", "min_external_reusable_tokens"),
-        ("{load_policy: threshold, min_external_reusable_tokens: 1, max_waiting_requests: -1}", "max_waiting_requests"),
-        ("{load_policy: disable, max_waiting_requests: 8}", "max_waiting_requests"),
-        ("{load_policy: disable, maxWaitingRequests: 8}", "max_waiting_requests"),
-        ("{load_policy: disable, loads: none}", "loads"),
-    ],
-)
-def test_what_is_no_policy_is_refused_by_name(tmp_path, section, named):
-    with pytest.raises(ConfigError, match=named):
-        settings(tmp_path, section)
 
 
 def engine(version="0.32.0"):
@@ -56,8 +17,8 @@ def engine(version="0.32.0"):
 
 
 @pytest.fixture
-def threshold(tmp_path):
-    return Selective(settings(tmp_path, "{load_policy: threshold, min_external_reusable_tokens: 1024}"))
+def threshold():
+    return Selective(SelectiveKv(load_policy="threshold", min_external_reusable_tokens=1024))
 
 
 def test_enough_to_load_takes_a_clients_zero_out_and_leaves_its_tiers(threshold):
