@@ -108,13 +108,21 @@ def _body(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) 
     """The client's bytes, with the gateway's own members taken out and transfer parameters cut down to policy."""
     if incoming.body is None:
         return incoming.raw
-    bidirectional = endpoint.capabilities.bidirectional
-    policy = incoming.policy
-    if bidirectional:
-        if gateway.selective.active:
+    policy, bidirectional = incoming.policy, _bidirectional(endpoint)
+    if incoming.api is not None:  # elsewhere nothing is generated, so nothing is loaded
+        if not bidirectional:
+            policy = leg_policy(gateway, incoming, plan, endpoint)
+        elif gateway.selective.active:
             gateway.metrics.selective.labels("bidirectional_engine").inc()
-    else:
-        policy = leg_policy(gateway, incoming, plan, endpoint)
-        if policy is incoming.policy and policy.verbatim:
-            return incoming.body.splice(CLIENT_BODY)  # what the client wrote is what would be written
+    if policy is incoming.policy and policy.verbatim and not bidirectional:
+        return incoming.body.splice(CLIENT_BODY)  # what the client wrote is what would be written
     return incoming.body.splice(CLIENT_BODY, kv_transfer_params=aggregated_params(policy, bidirectional=bidirectional))
+
+
+def _bidirectional(endpoint: Endpoint) -> bool:
+    """Whether parameters without a hand-off flag could make the engine hold blocks that nobody frees.
+
+    Decode engines are set up so more often than not; one that says nothing of itself is taken for one that is.
+    """
+    found = endpoint.capabilities.bidirectional
+    return endpoint.role == "decode" if found is None else found

@@ -96,12 +96,21 @@ def client_policy(params: bytes | None) -> Policy:
 def _check_policy(name: str, raw: bytes) -> None:
     path = f"kv_transfer_params.{name}"
     if name == "kv_load_tiers":
-        if not raw.startswith(b"["):
+        if not raw.startswith(b"[") or not _readable(raw):
             raise ParamsError(path, 'a list of {"medium": "cpu" | "storage", "locality": "local" | "remote"}')
         return
     # vLLM takes strict integers only: true, "0" and 0.0 would switch the policy off without a word.
     if not raw.isdigit() or len(raw) > _LONGEST_COUNT or int(raw) >= 2**63:
         raise ParamsError(path, "an integer from 0 to 9223372036854775807")
+
+
+def _readable(raw: bytes) -> bool:
+    """Whether JSON can be read as values: half of a surrogate pair, or a number beyond all, cannot."""
+    try:
+        orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
