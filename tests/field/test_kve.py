@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from tests.field.fleet import ANSWERED, BASE, CHAT, Engine
 from tests.support.gateway import running, until
@@ -204,6 +205,20 @@ async def test_kve_02_nothing_is_kept_of_who_cleared_restarted_or_left(tmp_path,
                 assert seen.metric("kvroute_kv_events_restarts_total", 0) == 1
 
 
+async def test_kve_02_a_client_puts_no_engine_to_sleep(tmp_path, publisher):
+    """The gateway has no way to it; what an operator does to the engine itself, its events tell."""
+    async with aiohttp.ClientSession() as client, believed(tmp_path, publisher) as seen:
+        chain(publisher, *TEN)
+        await until(lambda: seen.cached(*TEN) == 40)
+        for path in ("/sleep?level=1", "/v1/../sleep", "/wake_up", "/reset_prefix_cache", "/collective_rpc"):
+            async with client.post(URL(seen.gateway.url + path, encoded=True)) as answer:
+                assert answer.status == 404
+        assert not seen.engines[0].calls
+        assert seen.cached(*TEN) == 40
+        publisher.publish(10, CLEARED)
+        await until(lambda: seen.size() == 0)
+
+
 # -- KVE-04: shapes of events ------------------------------------------------------------------------------------------
 
 MAP = stored(1, 2)
@@ -323,18 +338,18 @@ async def test_kve_11_engines_that_announce_nothing_are_told_when_events_are_on(
 
 
 async def test_kve_12_a_start_does_not_wait_for_replays(tmp_path):
-    """Ten engines of 2,000 blocks, one of which hangs: requests are served meanwhile, and the other nine are learnt."""
+    """Ten engines of 50,000 blocks, one of which hangs: requests are served, and the other nine are learnt."""
     async with AsyncExitStack() as stack:
         publishers = [await stack.enter_async_context(Publisher()) for _ in range(10)]
         client = await stack.enter_async_context(aiohttp.ClientSession())
         for publisher in publishers:
-            for number in range(200):
-                first = number * 10
-                blocks = range(first, first + 10)
+            for number in range(500):
+                first = number * 100
+                blocks = range(first, first + 100)
                 publisher.keep(number, pack(stored(*blocks, parent=first - 1 if number else None)))
         publishers[0].replay = "hanging"
         seen = await stack.enter_async_context(believed(tmp_path, *publishers, signals__replay_timeout_seconds=30))
-        assert [seen.size(number) for number in range(1, 10)] == [2000.0] * 9
+        assert [seen.size(number) for number in range(1, 10)] == [50_000.0] * 9
 
         assert seen.endpoint(0).hearing.state == "replaying"
         assert await seen.answered(client) == 200

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.field.fleet import ANSWERED, KVP, both_modes
+from tests.field.fleet import ANSWERED, KVP, PREFILLED, both_modes
 from tests.field.pair import Engine, answered, asks, handle, plugin, reading
 from tests.field.tiered import BODY, GATED, PROMPT, ZERO, Loader, Tiered, expected, tiered, with_params
 from tests.support.gateway import until
@@ -212,6 +212,25 @@ async def test_fail_open_events_that_are_not_all_heard(tmp_path, mode, how):
 
 
 @both_modes
+async def test_fail_open_the_one_of_two_engines_that_is_not_heard(tmp_path, mode):
+    """Requests take turns between them, so that the evidence of each is asked for."""
+    other = Engine(ANSWERED if mode == "aggregated" else PREFILLED)
+    async with (
+        other,
+        Publisher() as heard,
+        tiered(tmp_path, mode, beside=[(other, heard)], routing__policy="round_robin") as served,
+    ):
+        await served.has(LITTLE)
+        await until(lambda: served.gateway.endpoint(other.url).hearing.state == "live")
+        await served.publisher.close()
+        await until(lambda: served.endpoint.hearing.state == "gap")
+        assert served.matched() == {"CPU": LITTLE["CPU"] * PROMPT.size}, "it may come back"
+        for _ in range(2):
+            assert (await served.sends(with_params(MIND))).status == 200
+        assert [asks(engine.calls[0])["max_load_tokens"] for engine in (served.loader, other)] == [7, 0]
+
+
+@both_modes
 async def test_fail_open_several_data_parallel_ranks(tmp_path, mode):
     async with Publisher() as other, tiered(tmp_path, mode, ranks=[other]) as served:
         await served.has(LITTLE)
@@ -317,7 +336,7 @@ async def test_pd_16_each_attempt_is_decided_for_its_own_engine(tmp_path):
     """The first prefill engine fails; the second one knows nothing of its tiers, so the client's value goes there."""
     failing = Loader([json_reply(b"{}", status="500 Internal Server Error")])
     second = Engine(reading)
-    async with second, tiered(tmp_path, "disaggregated", loader=failing, beside=[second]) as served:
+    async with second, tiered(tmp_path, "disaggregated", loader=failing, beside=[(second, None)]) as served:
         await served.has({"GPU": 40})
         assert (await served.sends(with_params(MIND))).status == 200
         assert [asks(call)["max_load_tokens"] for call in (*failing.calls, *second.calls)] == [0, 7]

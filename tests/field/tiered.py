@@ -137,6 +137,13 @@ def expected(mode: str, members: bytes, *, sent: bool = False) -> bytes:
     return with_params(params, BODY[:-1] + ONE_TOKEN + b"}")
 
 
+def _published(publishers: Sequence[Publisher | None]) -> dict[str, Any]:
+    """Where an engine publishes, a publisher for each rank."""
+    ranks = [one for one in publishers if one is not None]
+    addresses = {"kv_events": [one.live for one in ranks], "kv_events_replay": [one.again for one in ranks]}
+    return {**addresses, "kv_events_topic": TOPIC} if ranks else {}
+
+
 @asynccontextmanager
 async def tiered(
     folder: Path,
@@ -147,7 +154,7 @@ async def tiered(
     loader: Loader | None = None,
     decode: Engine | None = None,
     ranks: Sequence[Publisher] = (),
-    beside: Sequence[Engine] = (),
+    beside: Sequence[tuple[Engine, Publisher | None]] = (),
     heard: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Tiered]:
@@ -161,7 +168,7 @@ async def tiered(
         loader: The engine that loads, else one that plays the script.
         decode: The decode engine, else one that answers.
         ranks: Publishers of further data-parallel ranks of the engine that loads.
-        beside: Further engines of its role, which run already and publish nothing.
+        beside: Further engines of its role, which run already, and their publishers.
         heard: Return when its events are heard.
         settings: Of the gateway.
     """
@@ -172,15 +179,10 @@ async def tiered(
             publisher = await stack.enter_async_context(Publisher())
         loader = loader or Loader(script or (PREFILLED if split else ANSWERED))
         await stack.enter_async_context(loader)
-        listed: list[dict[str, Any]] = [
-            {
-                "url": loader.url,
-                "role": "prefill" if split else "both",
-                "kv_events": [one.live for one in (publisher, *ranks)],
-                "kv_events_replay": [one.again for one in (publisher, *ranks)],
-                "kv_events_topic": TOPIC,
-            },
-            *({"url": engine.url, "role": "prefill" if split else "both"} for engine in beside),
+        role = "prefill" if split else "both"
+        listed = [
+            {"url": engine.url, "role": role, **_published(publishers)}
+            for engine, publishers in ((loader, (publisher, *ranks)), *((one, (its,)) for one, its in beside))
         ]
         if split:
             decode = decode or Engine(ANSWERED)
