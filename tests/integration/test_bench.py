@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import aiohttp
 import pytest
 from bench.load import Load, Request, ask, asked_once
+from bench.selective import report
+from bench.selective.arm import Arm
+from bench.selective.setup import MODEL, Cell, Setup
+from bench.selective.workload import Workload
+from rich.console import Console
 
 from kvroute.sim import EngineSpec, SimFleet
 from tests.support.gateway import running, until
@@ -108,3 +114,24 @@ async def test_an_engine_that_cannot_be_reached_is_an_error():
     async with aiohttp.ClientSession() as session:
         answer = await ask(session, "http://127.0.0.1:1", question("hello"))
     assert answer.error == "ClientConnectorError"
+
+
+@pytest.mark.parametrize(("pd", "policies"), [(False, ["off", "disable", "512+8"]), (True, ["512+8"])])
+async def test_the_policies_act_on_the_fleets_of_the_selective_cells(pd, policies):
+    # A GPU holds two of the prefixes; the others are in its CPU tier or in storage.
+    setup = Setup(pd=pd, prefixes=12, gpu_tokens=3072, cpu_tokens=8192, output=4, uncached=64, warm_scale=0)
+    workload = Workload(1, prefixes=12, prefix_tokens=1024, uncached=64, output=4, model=MODEL)
+    found = {}
+    for policy in policies:
+        async with Arm(setup, policy) as arm:
+            await arm.warm(workload, 0)
+            found[policy] = one = await arm.measure(workload, clients=2, requests=15, scale=0)
+        one.check()
+        assert len(one.result.answers) == 30
+    assert {policy: one.loaded("host") > 0 for policy, one in found.items()} == {
+        policy: policy != "disable" for policy in policies
+    }
+    assert found["512+8"].decisions().keys() <= {"allowed", "below_threshold"}
+    assert found["512+8"].decisions()["allowed"] > 0
+    cell = Cell("1k/c64", 1024, 2)
+    Console(file=io.StringIO()).print(report.times([(cell, found)], published=True), report.decisions([(cell, found)]))
