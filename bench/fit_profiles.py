@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from kvroute.sim.clock import Clock, Link
 from kvroute.sim.config import EngineSpec
 from kvroute.sim.profiles import PROFILES
-from kvroute.sim.scheduler import EngineCore, Step
+from kvroute.sim.scheduler import EngineCore
 from kvroute.sim.sequence import Sampling, Sequence
+from kvroute.sim.step import Step
 from kvroute.sim.tiers import Tier
 
 if TYPE_CHECKING:

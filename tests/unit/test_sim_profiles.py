@@ -9,7 +9,7 @@ import pytest
 from kvroute.sim.clock import Clock, Link
 from kvroute.sim.driver import LAG_SECONDS, Driver
 from kvroute.sim.profiles import PROFILES
-from kvroute.sim.scheduler import Step
+from kvroute.sim.step import Step
 from tests.support.simlab import Lab
 
 if TYPE_CHECKING:

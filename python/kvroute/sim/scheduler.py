@@ -6,19 +6,19 @@ the driver waits it out, a benchmark only adds it up.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvroute.sim import tokens as vocabulary
 from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.blocks import Block, BlockPool, block_hashes
 from kvroute.sim.filling import Filling
 from kvroute.sim.journal import Journal, Violation
 from kvroute.sim.model import Cursor
 from kvroute.sim.pairing import EngineDeadError, TransferError
+from kvroute.sim.sampling import finish_of, sample
 from kvroute.sim.stats import Stats
+from kvroute.sim.step import Step
 from kvroute.sim.tiers import Load, Offload, Tier
 from kvroute.sim.transfer import Read
 
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from kvroute.sim.config import EngineSpec
     from kvroute.sim.connector import Connector
     from kvroute.sim.sequence import Finish, Sequence
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """A step that was decided: tokens to compute per sequence, and its cost in simulated seconds."""
-
-    work: list[tuple[Sequence, int]]
-    seconds: float
 
 
 class EngineCore:
@@ -184,18 +176,7 @@ class EngineCore:
         if self.stats.preemptions == before:  # what had to leave would take the place of what comes in
             self._admit(work, budget, self._looked)
         work = [(sequence, count) for sequence, count in work if sequence.state == "running"]
-        return Step(work, self._cost(work)) if work else None
-
-    def _cost(self, work: list[tuple[Sequence, int]]) -> float:
-        seconds = self.costs.step_seconds
-        decoding = context = 0
-        for sequence, count in work:
-            if sequence.computed >= sequence.prompt_tokens:
-                decoding += 1
-                context += sequence.computed
-            else:
-                seconds += self.costs.prefill_seconds(count, sequence.computed)
-        return seconds + self.costs.decode_seconds(decoding, context)
+        return Step.of(work, self.costs) if work else None
 
     def _admit(self, work: list[tuple[Sequence, int]], budget: int, now: float) -> None:
         """Let waiting requests in, first come first served, while tokens, blocks and places last."""
@@ -367,16 +348,7 @@ class EngineCore:
         self.journal.flush()
 
     def _sample(self, sequence: Sequence, now: float) -> None:
-        sampling = sequence.sampling
-        written = sequence.written
-        token = vocabulary.thought(written) if self.spec.thinks else None
-        if token is None:
-            token = sequence.cursor.next_token(
-                written,
-                salt=sampling.salt,
-                end_every=self.spec.end_every,
-                may_end=not sampling.ignore_eos and written >= sampling.min_tokens,
-            )
+        token = sample(sequence, self.spec)
         if sequence.first_token is None:
             sequence.first_token = now
             self.stats.prompted(sequence, now)
@@ -385,14 +357,7 @@ class EngineCore:
         sequence.last_token = now
         sequence.append(token)
         self.stats.generation_tokens += 1
-        written += 1
-        finish: Finish | None = None
-        if written >= sampling.min_tokens and (
-            (token == vocabulary.EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids
-        ):
-            finish = "stop"
-        elif written >= sampling.max_tokens or len(sequence.tokens) >= self.spec.context_length:
-            finish = "length"
+        finish = finish_of(sequence, token, self.spec)
         if finish is None:
             sequence.deliver(sequence, [token], None)
         else:
