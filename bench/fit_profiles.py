@@ -21,11 +21,11 @@ from kvroute.sim.config import EngineSpec
 from kvroute.sim.profiles import PROFILES
 from kvroute.sim.scheduler import EngineCore
 from kvroute.sim.sequence import Sampling, Sequence
-from kvroute.sim.step import Step
 from kvroute.sim.tiers import Tier
 
 if TYPE_CHECKING:
     from kvroute.sim.sequence import Finish
+    from kvroute.sim.step import Step
 
 # -- prefill/decode with and without reading back --------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvroute.aio import timeout
+from kvroute.aio import end, timeout
 from kvroute.fleet.probe import Probe
 from kvroute.upstream import Timeouts, UpstreamError
 
@@ -64,9 +64,7 @@ class Monitor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     async def first_round(self) -> None:
         """Return when every engine was probed once, or at the latest after one probe's time limit."""

@@ -8,7 +8,7 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from kvroute.aio import timeout
+from kvroute.aio import end, timeout
 from kvroute.fleet.probe import Probe
 from kvroute.fleet.signals import parse
 from kvroute.upstream import Timeouts, UpstreamError
@@ -47,9 +47,7 @@ class Scraper:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     async def _watch(self, endpoint: Endpoint) -> None:
         came = asyncio.Event()

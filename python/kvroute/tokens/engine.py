@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from kvroute.aio import timeout
+from kvroute.aio import end, timeout
 from kvroute.tokens.request import NoTokens
 from kvroute.upstream import Timeouts, UpstreamError
 
@@ -97,9 +97,7 @@ async def tokenize_each(
     except asyncio.TimeoutError:
         raise NoTokens("slow", f"/tokenize took more than {seconds:g} s for {len(bodies)} prompts") from None
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await end(workers)
     return [found[body] for body in bodies]
 
 

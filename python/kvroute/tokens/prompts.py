@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvroute.aio import timeout
+from kvroute.aio import end, timeout
 from kvroute.fleet.probe import headers_for
 from kvroute.tokens.breaker import Breaker
 from kvroute.tokens.engine import FAULTS, tokenize_each
@@ -264,10 +264,7 @@ class Prompts:
 
     async def close(self) -> None:
         """End what runs in the background."""
-        tasks = list(self._proving.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._proving.values())
 
 
 def _local(settings: Settings, position: int) -> LocalTokenizer:

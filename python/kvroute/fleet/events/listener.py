@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from kvroute.aio import timeout
+from kvroute.aio import end, timeout
 from kvroute.fleet.events.sources import announced, configured
 from kvroute.upstream import UpstreamError
 
@@ -85,9 +85,7 @@ class Listener:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         for endpoint in self._fleet.endpoints:
             with suppress(ValueError):
                 endpoint.watchers.remove(self._changed[endpoint.url].set)
@@ -176,19 +174,17 @@ class Listener:
         try:
             await asyncio.wait([*tasks, watcher], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (*tasks, watcher):
-                task.cancel()
-            ended = await asyncio.gather(*tasks, watcher, return_exceptions=True)
+            ended = await end((*tasks, watcher))
             for source in sources:
                 self._index.forget(endpoint.url, source.rank)
             endpoint.hearing.ranks.clear()
-        if any(isinstance(end, RestartedError) for end in ended) and endpoint.epoch == epoch:
+        if any(isinstance(outcome, RestartedError) for outcome in ended) and endpoint.epoch == epoch:
             endpoint.hearing.restarts += 1
             self._on_restart(endpoint)
             return
-        for end in ended:
-            if isinstance(end, Exception) and not isinstance(end, RestartedError):
-                raise end
+        for outcome in ended:
+            if isinstance(outcome, Exception) and not isinstance(outcome, RestartedError):
+                raise outcome
 
     async def _watch(self) -> None:
         """Say when an engine is not heard as it should be."""
