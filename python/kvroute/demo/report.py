@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -9,7 +10,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvroute.demo.script import Burst, Turn
+    from kvroute.demo.script import Round, Turn
     from kvroute.demo.stage import Stage
 
 
@@ -32,28 +33,42 @@ def conversation(console: Console, turns: list[Turn]) -> None:
     console.print(table)
 
 
-def bursts(console: Console, free: Burst, none: Burst) -> None:
-    """Print what a burst loaded, and what loading was worth."""
+def visits(console: Console, found: dict[str, Round]) -> None:
+    """Print what a round loaded under each setting, and what that was worth."""
     table = Table(show_edge=False, pad_edge=False)
-    table.add_column("loads from CPU tiers")
-    for name in ("requests", "tokens loaded", "TTFT median", "TTFT p95"):
+    table.add_column("loads", no_wrap=True)
+    for name in ("allowed", "forbidden", "tokens", "TTFT median", "TTFT mean"):
         table.add_column(name, justify="right")
-    for name, burst in (("allowed", free), ("vetoed: max_load_tokens 0", none)):
-        table.add_row(
-            name,
-            str(len(burst.answers)),
-            f"{burst.loaded_tokens:,}",
-            _milliseconds(burst.first_token_seconds(0.5)),
-            _milliseconds(burst.first_token_seconds(0.95)),
-        )
+    for name, one in found.items():
+        decided = (str(one.allowed), str(one.forbidden)) if one.allowed or one.forbidden else ("", "")
+        table.add_row(name, *decided, f"{one.cached_tokens:,}", *_times(one))
     console.print(table)
-    same = sum(one.text == other.text for one, other in zip(free.answers, none.answers, strict=True))
-    console.print(f"Same text with loads and without: {same} of {len(free.answers)}.")
-    console.print(
-        "The vetoes here are the client's. By the selective policy (settings selective_kv.*) the gateway decides for "
-        "each request whether a load is worth its wait: see docs/selective-kv.md.",
-        style="dim",
-    )
+    console.print(f"Same text under each: {same_texts(found)} of {len(next(iter(found.values())).answers)}.")
+
+
+def readers(console: Console, found: dict[str, Round]) -> None:
+    """Print what requests found in the caches under each routing policy, and what that was worth."""
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("routing.policy")
+    for name in ("requests", "prompt tokens cached", "TTFT median", "TTFT mean"):
+        table.add_column(name, justify="right")
+    for name, one in found.items():
+        table.add_row(name, str(len(one.answers)), f"{one.cached_share:.0%}", *_times(one))
+    console.print(table)
+
+
+def same_texts(found: dict[str, Round]) -> int:
+    """Requests that were answered alike everywhere."""
+    return sum(len(set(texts)) == 1 for texts in zip(*(_texts(one) for one in found.values()), strict=True))
+
+
+def _texts(one: Round) -> list[str]:
+    return [answer.text for answer in one.answers]
+
+
+def _times(one: Round) -> tuple[str, str]:
+    seconds = one.first_token_seconds
+    return _milliseconds(statistics.median(seconds)), _milliseconds(statistics.mean(seconds))
 
 
 def behind(console: Console, stage: Stage) -> None:

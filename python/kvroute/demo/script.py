@@ -1,4 +1,4 @@
-"""What the demo does: one conversation on the pair, one burst on the aggregated fleet."""
+"""What the demo does: a conversation on the pair, visitors who come back and many readers on aggregated fleets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvroute.demo.client import Answer, ask
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Iterable
 
     import aiohttp
 
@@ -29,8 +29,13 @@ QUESTIONS = (
     "Does the next one contradict it?",
     "Then what should we do?",
 )
-VISITORS = 12
-HISTORY_WORDS = 6000
+AT_ONCE = 5
+VISITORS = 16
+HISTORY_WORDS = (8000, 8000, 8000, 700)
+"""Of the visitors in turn: the short ones are not worth a load."""
+
+DOCUMENTS, READERS = 12, 72
+SHARED_WORDS = 5000
 
 
 def words(seed: int, count: int) -> str:
@@ -77,49 +82,107 @@ async def converse(stage: Stage, session: aiohttp.ClientSession) -> AsyncIterato
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Burst:
-    """Visitors who all come back at once.
+class Round:
+    """Requests to one fleet.
 
     Attributes:
-        answers: One per visitor.
-        loaded_tokens: Prompt tokens that came from CPU tiers.
+        answers: One per request.
+        cached_tokens: Prompt tokens that were not computed: loaded from CPU memory, or found in the GPU.
+        allowed: Requests that the selective policy allowed to load.
+        forbidden: Requests that it forbade to.
     """
 
     answers: list[Answer]
-    loaded_tokens: int
+    cached_tokens: int
+    allowed: int = 0
+    forbidden: int = 0
 
-    def first_token_seconds(self, share: float) -> float:
-        """The time within which ``share`` of the visitors saw their first token."""
-        times = sorted(answer.first_token_seconds for answer in self.answers)
-        return times[min(len(times) - 1, int(share * len(times)))]
+    @property
+    def cached_share(self) -> float:
+        """Part of the prompts that was not computed."""
+        return self.cached_tokens / sum(answer.prompt_tokens for answer in self.answers)
+
+    @property
+    def first_token_seconds(self) -> list[float]:
+        """Of each request, from the shortest to the longest."""
+        return sorted(answer.first_token_seconds for answer in self.answers)
 
 
-async def press(stage: Stage, session: aiohttp.ClientSession) -> tuple[Burst, Burst]:
-    """Have all visitors ask once, so that the GPUs have to evict, and then all again at once.
+async def visits(stage: Stage, session: aiohttp.ClientSession) -> dict[str, Round]:
+    """Have all visitors ask once, so that the GPUs have to evict, and then all again, a handful of them at any time.
 
     Returns:
-        The second round where engines load what they like, and on an equal fleet where each request forbids loads.
+        The second round, by what the gateway has the engines load.
     """
-    free, none = await asyncio.gather(
-        _burst(stage, session, stage.aggregated, loads=True),
-        _burst(stage, session, stage.aggregated_without_loads, loads=False),
-    )
-    return free, none
+    fronts = stage.loads.items()
+    histories = await asyncio.gather(*(_first_visits(session, front) for _, front in fronts))
+    # One after the other: what one costs this process would be in the others' times.
+    rounds = [await _come_back(stage, session, front, own) for (_, front), own in zip(fronts, histories, strict=True)]
+    return dict(zip(stage.loads, rounds, strict=True))
 
 
-async def _burst(stage: Stage, session: aiohttp.ClientSession, front: Front, *, loads: bool) -> Burst:
-    limits = {} if loads else {"kv_transfer_params": {"max_load_tokens": 0}}
+async def _first_visits(session: aiohttp.ClientSession, front: Front) -> list[list[Message]]:
     histories: list[list[Message]] = [
-        [{"role": "user", "content": words(100 + visitor, HISTORY_WORDS)}] for visitor in range(VISITORS)
+        [{"role": "user", "content": words(100 + visitor, HISTORY_WORDS[visitor % len(HISTORY_WORDS)])}]
+        for visitor in range(VISITORS)
     ]
-    for visitor, history in enumerate(histories):
-        answer = await ask(session, front.url, history, max_tokens=4, conversation_id=f"visitor-{visitor}")
-        history += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And then?"}]
-    before = stage.loaded_tokens(front)
-    answers = await asyncio.gather(
-        *(
-            ask(session, front.url, history, conversation_id=f"visitor-{visitor}", **limits)
-            for visitor, history in enumerate(histories)
-        )
+    # The short ones first: what came first is evicted first.
+    for visitor in sorted(range(VISITORS), key=lambda visitor: len(histories[visitor][0]["content"])):
+        answer = await ask(session, front.url, histories[visitor], max_tokens=4, conversation_id=f"visitor-{visitor}")
+        histories[visitor] += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And then?"}]
+    return histories
+
+
+async def _come_back(
+    stage: Stage, session: aiohttp.ClientSession, front: Front, histories: list[list[Message]]
+) -> Round:
+    loaded, allowed = stage.cached_tokens(front, "host"), front.decisions("allowed")
+    forbidden = _forbidden(front)
+    answers = await _some_at_once(
+        ask(session, front.url, history, conversation_id=f"visitor-{visitor}")
+        for visitor, history in enumerate(histories)
     )
-    return Burst(list(answers), stage.loaded_tokens(front) - before)
+    return Round(
+        answers,
+        stage.cached_tokens(front, "host") - loaded,
+        front.decisions("allowed") - allowed,
+        _forbidden(front) - forbidden,
+    )
+
+
+async def _some_at_once(asked: Iterable[Awaitable[Answer]]) -> list[Answer]:
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(answer: Awaitable[Answer]) -> Answer:
+        async with places:
+            return await answer
+
+    return await asyncio.gather(*map(one, asked))
+
+
+def _forbidden(front: Front) -> int:
+    return sum(map(front.decisions, ("disabled", "below_threshold", "client_cap", "gate_closed")))
+
+
+async def readers(stage: Stage, session: aiohttp.ClientSession) -> dict[str, Round]:
+    """Have many readers ask about few documents, a handful of them at any time.
+
+    Returns:
+        What became of them, by routing policy.
+    """
+    return {policy: await _readers(stage, session, front) for policy, front in stage.routes.items()}
+
+
+async def _readers(stage: Stage, session: aiohttp.ClientSession, front: Front) -> Round:
+    rng = random.Random(0)  # noqa: S311 - an order, no secret
+    documents = [reader % DOCUMENTS for reader in range(READERS)]
+    rng.shuffle(documents)
+    answers = await _some_at_once(
+        ask(
+            session,
+            front.url,
+            [{"role": "user", "content": f"{words(200 + document, SHARED_WORDS)}\nReader {reader} asks."}],
+        )
+        for reader, document in enumerate(documents)
+    )
+    return Round(answers, stage.cached_tokens(front, "device"))
