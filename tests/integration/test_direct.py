@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvroute.sim import SimFleet
 from tests.support import simulated
 from tests.support.gateway import running, until
-from tests.support.simulated import COLD, MODEL, broken, cold_text, posts
+from tests.support.simulated import COLD, broken, posts
+from tests.support.talking import Talk
 
 LONG = " ".join(f"w{i}" for i in range(600))
 DIRECT: dict[str, Any] = {"pd__direct_max_uncached_tokens": 256}
@@ -21,29 +21,6 @@ async def fleet():
         yield engines
 
 
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-class Talk:
-    """One conversation of which every text must be a cold run's."""
-
-    def __init__(self, fleet, client, gateway):
-        self.fleet, self.client, self.gateway = fleet, client, gateway
-        self.messages = []
-
-    async def say(self, text):
-        self.messages.append({"role": "user", "content": text})
-        body = {"model": MODEL, "messages": self.messages, "max_tokens": 12, "conversation_id": "c"}
-        async with self.client.post(self.gateway.url + "/v1/chat/completions", json=body) as answer:
-            assert answer.status == 200, await answer.text()
-            content = (await answer.json())["choices"][0]["message"]["content"]
-        assert content == await cold_text(self.client, self.fleet["cold"], body)
-        self.messages.append({"role": "assistant", "content": content})
-
-
 def paths(gateway):
     return {path: gateway.metric("kvroute_pd_path_total", path=path) for path in ("cold", "direct", "read_back")}
 
@@ -51,7 +28,7 @@ def paths(gateway):
 async def test_a_short_turn_skips_prefill_and_the_handle_stays_good_for_a_long_one(fleet, client):
     engines = fleet["p"], fleet["d"]
     async with running(prefill=[fleet["p"].url], decode=[fleet["d"].url], **DIRECT) as gateway:
-        talk = Talk(fleet, client, gateway)
+        talk = Talk(fleet, client, gateway, conversation_id="c")
         await talk.say(LONG)
         await talk.say("and")
         await talk.say("so")
@@ -72,7 +49,7 @@ async def test_a_turn_that_skips_prefill_has_its_prompt_counted_by_nobody(client
         running(prefill=[fleet["p"].url], decode=[fleet["d"].url], **DIRECT) as gateway,
     ):
         await until(lambda: gateway.endpoint(fleet["p"].url).hearing.state == "live")
-        talk = Talk(fleet, client, gateway)
+        talk = Talk(fleet, client, gateway, conversation_id="c")
         wanted = []
         for text in (LONG, "and", LONG):
             await gateway.gateway.prompts.settled()
@@ -92,7 +69,7 @@ def tokenized(gateway):
 
 async def test_zero_sends_every_turn_through_prefill(fleet, client):
     async with running(prefill=[fleet["p"].url], decode=[fleet["d"].url], pd__direct_max_uncached_tokens=0) as gateway:
-        talk = Talk(fleet, client, gateway)
+        talk = Talk(fleet, client, gateway, conversation_id="c")
         await talk.say(LONG)
         await talk.say("and")
         assert paths(gateway) == {"cold": 1, "direct": 0, "read_back": 1}
@@ -101,7 +78,7 @@ async def test_zero_sends_every_turn_through_prefill(fleet, client):
 async def test_a_decode_engine_that_is_gone_leaves_two_legs_to_another(fleet, client):
     decodes = {engine.url: engine for engine in (fleet["d"], fleet["d2"])}
     async with running(prefill=[fleet["p"].url], decode=list(decodes), **DIRECT) as gateway:
-        talk = Talk(fleet, client, gateway)
+        talk = Talk(fleet, client, gateway, conversation_id="c")
         await talk.say(LONG)
         (holder,) = [engine for engine in decodes.values() if posts(engine)]
         await holder.stop()

@@ -6,7 +6,6 @@ import json
 import random
 from array import array
 
-import aiohttp
 import pytest
 import yaml
 
@@ -15,10 +14,10 @@ from kvroute.kv import comparison
 from kvroute.sim import SimFleet
 from kvroute.sim import tokens as sim_tokens
 from kvroute.tokens.engine import tokenize
-from tests.integration.test_turns import FIRST, Talk
 from tests.support import simulated
 from tests.support.gateway import running, until
 from tests.support.simulated import COLD, broken, cold_text, posts, pulled
+from tests.support.talking import FIRST, Talk
 
 DECLARED = {"bidirectional_kv_xfer": True, "kv_layout": "full_attention"}
 # A machine that is busy with something else must not look like a slow tokenizer.
@@ -30,12 +29,6 @@ async def fleet():
     specs = [simulated.prefill(plugin=False), simulated.decode(), COLD]
     async with SimFleet(specs, time_scale=0) as running_fleet:
         yield running_fleet
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 @pytest.fixture

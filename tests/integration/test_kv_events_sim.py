@@ -3,7 +3,6 @@
 import random
 from functools import partial
 
-import aiohttp
 import pytest
 
 from kvroute.sim import SimFleet
@@ -11,12 +10,6 @@ from tests.support.gateway import running, until
 from tests.support.simulated import both
 
 WORDS = ["the", "water", "block", "cache", "return", "little", "tokens", "café", "東京", "42"]
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 class Asked:

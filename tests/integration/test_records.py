@@ -2,16 +2,15 @@
 
 import json
 
-import aiohttp
 import pytest
 
 from kvroute.sim import SimFleet, tokens
 from kvroute.verify.digests import TokenDigests, sequence_keys
 from kvroute.verify.record import read_record
-from tests.integration.test_turns import FIRST, Talk
 from tests.support import simulated
 from tests.support.gateway import running, until
 from tests.support.simulated import COLD, MODEL, broken, legs, posts, pulled
+from tests.support.talking import FIRST, Talk
 
 RELEASES = "kvroute_kv_releases_total"
 
@@ -20,12 +19,6 @@ RELEASES = "kvroute_kv_releases_total"
 async def fleet():
     async with SimFleet([simulated.prefill(), simulated.decode(plugin=False), COLD], time_scale=0) as running_fleet:
         yield running_fleet
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 def pair(fleet):

@@ -4,19 +4,12 @@ import json
 import random
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvroute.sim import EngineSpec, SimFleet
 from tests.support.gateway import running
 
 WORDS = ["the", "water", "block", "cache", "return", "a", "pretty", "little", "tokens", "café", "naïve", "東京", "42"]
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 class Talk:

@@ -2,71 +2,14 @@
 
 import asyncio
 import dataclasses
-import json
 
-import aiohttp
 import pytest
 
 from kvroute.sim import SimFleet
 from tests.support import simulated
 from tests.support.gateway import running, until
-from tests.support.simulated import COLD, MODEL, broken, cold_text, legs, posts, pulled, releases
-
-FIRST = "a little water of the old block, " * 8
-
-
-@pytest.fixture
-async def fleet():
-    async with SimFleet([simulated.prefill(), simulated.decode(), COLD], time_scale=0) as running:
-        yield running
-
-
-@pytest.fixture
-def prefill(fleet):
-    return fleet["p"]
-
-
-@pytest.fixture
-def decode(fleet):
-    return fleet["d"]
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-class Talk:
-    """A client's side of a conversation; every text must be the one of a cold run."""
-
-    def __init__(self, fleet, client, gateway, **members):
-        self.fleet = fleet
-        self.client = client
-        self.gateway = gateway
-        self.members = members
-        self.messages = []
-        self.headers = {}
-
-    async def say(self, text, *, stream=False, path="/v1/chat/completions", **members):
-        self.messages.append({"role": "user", "content": text})
-        body = {"model": MODEL, "messages": self.messages, "max_tokens": 12, "stream": stream}
-        body |= {**self.members, **members}
-        async with self.client.post(self.gateway.url + path, json=body, headers=self.headers) as answer:
-            raw = await answer.read()
-            assert answer.status == 200, raw
-        assert b"remote_" not in raw
-        assert b"kvroute" not in raw
-        content = content_of(raw) if stream else json.loads(raw)["choices"][0]["message"]["content"]
-        assert content == await cold_text(self.client, self.fleet["cold"], body)
-        self.messages.append({"role": "assistant", "content": content})
-        return raw
-
-
-def content_of(raw):
-    events = [line[6:] for line in raw.split(b"\n") if line.startswith(b"data: ")]
-    assert events[-1] == b"[DONE]"
-    return "".join(json.loads(event)["choices"][0]["delta"]["content"] for event in events[:-1])
+from tests.support.simulated import COLD, MODEL, broken, legs, posts, pulled, releases
+from tests.support.talking import FIRST, Talk
 
 
 @pytest.mark.parametrize("stream", [False, True])

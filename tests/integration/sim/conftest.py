@@ -1,15 +1,8 @@
 """A pair without the plugin, as the captures are of engines without it."""
 
-import aiohttp
 import pytest
 
 from kvroute.sim import EngineSpec, SimFleet
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 @pytest.fixture
