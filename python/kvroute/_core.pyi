@@ -18,6 +18,7 @@ __all__ = [
     "Tap",
     "chain_blocks",
     "hide_in_document",
+    "loadable_tokens",
 ]
 
 DEBUG_BUILD: Final[bool]
@@ -167,6 +168,9 @@ class Tap:
     @property
     def prompt_tokens(self) -> int | None:
         """`usage.prompt_tokens`, or `usage.input_tokens` where the API calls it that."""
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that a cache held, as the engine counts them; engines tell it where they are asked to."""
     @property
     def completion_tokens(self) -> int | None:
         """`usage.completion_tokens`, or `usage.output_tokens`."""
@@ -535,13 +539,31 @@ class SelectivePolicy:
             gate: Of the same engine; `None` for no gate.
             now: Seconds of the gate's clock.
             client: The client's `kv_transfer_params` as parsed JSON. `kv_load_tiers` says which tiers count, read as
-                vLLM reads it: the CPU tier always does. A positive `max_load_tokens` caps what counts, and stays where
-                loading is allowed; a 0 is taken out then. Forbidding overrides either.
+                vLLM reads it: the CPU tier always does. A positive `max_load_tokens` caps what counts of each prompt,
+                and stays where loading is allowed; a 0 is taken out then. Forbidding overrides either.
             lengths: The prompts' lengths in tokens.
 
         Raises:
             ValueError: `lengths` has not one entry for each prompt.
         """
+
+def loadable_tokens(
+    prompts: Sequence[Mapping[str, int]], params: dict[str, object], /, *, lengths: Sequence[int] | None = None
+) -> int | None:
+    """How many tokens an engine would load for a request that reaches it with these `kv_transfer_params`.
+
+    Args:
+        prompts: As for `SelectivePolicy.decide`.
+        params: Parsed JSON. `kv_load_tiers` and `max_load_tokens` count, the latter for each prompt by itself, since
+            every prompt is a request of its own in the engine.
+        lengths: The prompts' lengths in tokens.
+
+    Returns:
+        Tokens behind those in the GPU; `None` without a prompt, or where a count cannot be right.
+
+    Raises:
+        ValueError: `lengths` has not one entry for each prompt.
+    """
 
 @final
 class LoadDecision:

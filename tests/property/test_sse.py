@@ -85,6 +85,7 @@ def facts_of(tap: Tap | None) -> sse_twin.Facts:
     return sse_twin.Facts(
         tap.handle,
         tap.prompt_tokens,
+        tap.cached_tokens,
         tap.completion_tokens,
         tap.finish_reason,
         tap.response_id,
@@ -115,10 +116,15 @@ values = st.recursive(
     max_leaves=8,
 )
 handles = st.none() | st.dictionaries(st.sampled_from(["remote_host", "remote_block_ids", "x"]), values, max_size=2)
-usages = st.none() | st.dictionaries(
-    st.sampled_from(["prompt_tokens", "completion_tokens", "input_tokens", "output_tokens", "total"]),
-    st.integers(0, 2**40) | st.none(),
-    max_size=3,
+counts = st.integers(0, 2**40) | st.none()
+details = st.dictionaries(st.sampled_from(["cached_tokens", "audio_tokens"]), counts) | counts
+usages = st.none() | st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(["prompt_tokens", "completion_tokens", "input_tokens", "output_tokens", "total"], counts),
+        **dict.fromkeys(["prompt_tokens_details", "input_tokens_details", "output_tokens_details"], details),
+        "cache_read_input_tokens": counts,
+    },
 )
 reasons = st.sampled_from([None, "stop", "length", "error", "é"])
 ids = st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=4)

@@ -74,7 +74,9 @@ def permits(tier: str, load_tiers: object) -> bool:
     )
 
 
-def external_tokens(prompts: Sequence[Mapping[str, int]] | None, load_tiers: object) -> int | None:
+def external_tokens(
+    prompts: Sequence[Mapping[str, int]] | None, load_tiers: object, cap: int | None = None
+) -> int | None:
     if not prompts or any(count < 0 for prompt in prompts for count in prompt.values()):
         return None
     total = 0
@@ -85,7 +87,8 @@ def external_tokens(prompts: Sequence[Mapping[str, int]] | None, load_tiers: obj
             for tier, count in prompt.items()
             if tier.lower() not in ("gpu", "speculative") and permits(tier, load_tiers)
         ]
-        total += max(0, max(outer, default=0) - gpu)
+        external = max(0, max(outer, default=0) - gpu)
+        total += external if cap is None else min(external, cap)
     return total
 
 
@@ -108,7 +111,8 @@ def after(
     elif load_policy == "threshold" and external is not None:
         cap = params.get("max_load_tokens")
         capped = isinstance(cap, int) and cap is not True and cap > 0
-        loaded = min(external, cap) if isinstance(cap, int) and capped else external
+        loaded = external_tokens(prompts, params.get("kv_load_tiers"), cap if capped else None)
+        assert loaded is not None
         if loaded < minimum or closed:
             params["max_load_tokens"] = 0
         elif not capped and cap is not None:

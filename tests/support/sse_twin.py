@@ -33,6 +33,7 @@ class Facts:
 
     handle: bytes | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
     response_id: str | None = None
@@ -267,10 +268,15 @@ def _ids_in_choices(text: str, choices: Member) -> list[tuple[int, int, str]]:
 
 
 def _usage(usage: dict[str, Any], facts: Facts) -> None:
-    for key, value in usage.items():
+    for key, given in usage.items():
+        value = given
+        if key in {"prompt_tokens_details", "input_tokens_details"}:
+            value = given.get("cached_tokens") if isinstance(given, dict) else None
         if type(value) is int and value >= 0:
             if key in {"prompt_tokens", "input_tokens"}:
                 facts.prompt_tokens = value
+            elif key in {"prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens"}:
+                facts.cached_tokens = value
             elif key in {"completion_tokens", "output_tokens"}:
                 facts.completion_tokens = value
 
@@ -297,7 +303,8 @@ def _without(text: str, cuts: list[tuple[int, int, str]]) -> str:
 
 
 def _merge(facts: Facts, told: Facts) -> None:
-    for name in ("handle", "prompt_tokens", "completion_tokens", "finish_reason", "response_id", "prompt_token_ids"):
+    plain = ("handle", "prompt_tokens", "cached_tokens", "completion_tokens", "finish_reason", "response_id")
+    for name in (*plain, "prompt_token_ids"):
         if getattr(told, name) is not None:
             setattr(facts, name, getattr(told, name))
     if told.token_ids is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvroute._core import LoadDecision, QueueGate, SelectivePolicy
+from kvroute._core import LoadDecision, QueueGate, SelectivePolicy, loadable_tokens
 
 BLOCK = 64
 THRESHOLD = SelectivePolicy(load_policy="threshold", min_external_reusable_tokens=1024)
@@ -162,6 +162,11 @@ class TestPrompts:
         with pytest.raises(ValueError, match="each prompt"):
             THRESHOLD.decide([{"CPU": 2048}], lengths=[])
 
+    def test_a_cap_is_each_prompts_own_as_each_is_a_request_in_the_engine(self) -> None:
+        two = ({"gpu": 10, "cpu": 20}, {"storage": 20})
+        for cap, reason in ((12 * BLOCK, "allowed"), (6 * BLOCK, "client_cap"), (8 * BLOCK, "allowed")):
+            assert decided(*two, client={"max_load_tokens": cap}).reason == reason, cap
+
     def test_tiers_of_later_releases_count(self) -> None:
         assert THRESHOLD.decide([{"POOL": 2048}]).reason == "allowed"
 
@@ -193,6 +198,32 @@ class TestLimitsOfTheClient:
     def test_without_evidence_everything_stays(self) -> None:
         for sent in (0, 7, -1, "x"):
             assert THRESHOLD.decide(None, client={"max_load_tokens": sent}).edits == {}
+
+
+class TestLoadable:
+    """What an engine does with the parameters that reach it."""
+
+    @pytest.mark.parametrize(
+        ("params", "tokens"),
+        [
+            ({}, 30),
+            ({"max_load_tokens": 0}, 0),
+            ({"max_load_tokens": 12}, 22),
+            ({"max_load_tokens": -1}, 30),
+            ({"max_load_tokens": True}, 30),
+            ({"kv_load_tiers": []}, 10),
+            ({"kv_load_tiers": [], "max_load_tokens": 4}, 4),
+        ],
+    )
+    def test_limits_are_the_engines(self, params: dict[str, object], tokens: int) -> None:
+        assert loadable_tokens([{"GPU": 10, "CPU": 20}, {"STORAGE": 20}], params) == tokens
+
+    def test_what_cannot_be_is_not_known(self) -> None:
+        assert loadable_tokens([], {}) is None
+        assert loadable_tokens([{"CPU": -1}], {}) is None
+        assert loadable_tokens([{"CPU": 8}], {}, lengths=[7]) is None
+        with pytest.raises(ValueError, match="each prompt"):
+            loadable_tokens([{"CPU": 8}], {}, lengths=[])
 
 
 def test_a_decision_prints_itself() -> None:

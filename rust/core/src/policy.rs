@@ -5,6 +5,7 @@
 //! engine. vLLM honours the first since 0.31 and the second since 0.29; older releases ignore them without a word.
 
 use crate::gate::GateState;
+use crate::tiers::Loadable;
 use std::num::NonZeroU64;
 
 /// What to do with loads.
@@ -37,6 +38,26 @@ pub enum ClientLimit {
     Tokens(u64),
     /// Something else, which engines ignore with a warning.
     Invalid,
+}
+
+impl ClientLimit {
+    /// A cap that lets something through.
+    #[must_use]
+    pub const fn cap(self) -> Option<u64> {
+        match self {
+            Self::Tokens(cap) if cap > 0 => Some(cap),
+            _ => None,
+        }
+    }
+
+    /// The most tokens that an engine lets through which gets this.
+    #[must_use]
+    pub const fn most(self) -> Option<u64> {
+        match self {
+            Self::Tokens(most) => Some(most),
+            Self::Absent | Self::Invalid => None,
+        }
+    }
 }
 
 /// What becomes of a limit.
@@ -98,29 +119,29 @@ pub struct Decision {
 
 /// Decides about one request.
 ///
-/// `external` are the tokens that the chosen engine could load ([`crate::tiers::external_tokens`]), `None` without
-/// evidence, `gate` its queue.
+/// `loadable` is what the chosen engine could load, within [`ClientLimit::cap`] of `max_load`; `None` without evidence.
+/// `gate` is its queue.
 ///
-/// A client's cap of `n` tokens means that no more than `n` would be loaded, so it is the lower of the two that is
-/// compared with the threshold; where loading is allowed, the cap stays. A 0 of the client is what the policy exists to
-/// decide: allowing takes it out. Forbidding overrides any cap.
+/// A client's cap means that no more would be loaded, so it is what the cap lets through that is compared with the
+/// threshold; where loading is allowed, the cap stays. A 0 of the client is what the policy exists to decide: allowing
+/// takes it out. Forbidding overrides any cap.
 #[must_use]
 pub fn decide(
     load: LoadPolicy,
     offload: OffloadPolicy,
-    external: Option<u64>,
+    loadable: Option<Loadable>,
     gate: GateState,
     max_load: ClientLimit,
     max_offload: ClientLimit,
 ) -> Decision {
-    let load_reason = match (load, external) {
+    let load_reason = match (load, loadable) {
         (LoadPolicy::Preserve, _) => LoadReason::Preserved,
         (LoadPolicy::Disable, _) => LoadReason::Disabled,
         (LoadPolicy::Threshold(_), None) => LoadReason::NoEvidence,
-        (LoadPolicy::Threshold(least), Some(external)) if external < least.get() => {
+        (LoadPolicy::Threshold(least), Some(loadable)) if loadable.external < least.get() => {
             LoadReason::BelowThreshold
         }
-        (LoadPolicy::Threshold(least), _) if cap(max_load).is_some_and(|cap| cap < least.get()) => {
+        (LoadPolicy::Threshold(least), Some(loadable)) if loadable.within_cap < least.get() => {
             LoadReason::ClientCap
         }
         (LoadPolicy::Threshold(_), _) if gate == GateState::Closed => LoadReason::GateClosed,
@@ -128,7 +149,7 @@ pub fn decide(
     };
     let load = match load_reason {
         LoadReason::Preserved | LoadReason::NoEvidence => Edit::Keep,
-        LoadReason::Allowed if max_load == ClientLimit::Absent || cap(max_load).is_some() => {
+        LoadReason::Allowed if max_load == ClientLimit::Absent || max_load.cap().is_some() => {
             Edit::Keep
         }
         LoadReason::Allowed => Edit::Remove,
@@ -145,14 +166,6 @@ pub fn decide(
         load,
         load_reason,
         offload,
-    }
-}
-
-/// A cap that lets something through.
-fn cap(limit: ClientLimit) -> Option<u64> {
-    match limit {
-        ClientLimit::Tokens(cap) if cap > 0 => Some(cap),
-        _ => None,
     }
 }
 

@@ -155,17 +155,37 @@ impl PromptTiers {
     }
 }
 
-/// Tokens that a request could load, over all its prompts: each with the best tier of its own, then summed.
-///
-/// `None` without a prompt, or if one of them has no evidence.
-#[must_use]
-pub fn external_tokens(prompts: &[PromptTiers], filter: &TierFilter) -> Option<u64> {
-    if prompts.is_empty() {
-        return None;
+/// What a request could load, over all its prompts: of each the best tier of its own, then summed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Loadable {
+    /// Tokens that are there.
+    pub external: u64,
+    /// Those that the request's cap lets through. Every prompt is a request of its own in the engine, with a copy of the
+    /// parameters, so the cap is each prompt's.
+    pub within_cap: u64,
+}
+
+impl Loadable {
+    /// `None` without a prompt, or if one of them has no evidence.
+    #[must_use]
+    pub fn of(prompts: &[PromptTiers], filter: &TierFilter, cap: Option<u64>) -> Option<Self> {
+        if prompts.is_empty() {
+            return None;
+        }
+        let nothing = Self {
+            external: 0,
+            within_cap: 0,
+        };
+        prompts.iter().try_fold(nothing, |sum, prompt| {
+            let tokens = prompt.external_tokens(filter)?;
+            Some(Self {
+                external: sum.external.saturating_add(tokens),
+                within_cap: sum
+                    .within_cap
+                    .saturating_add(cap.map_or(tokens, |cap| tokens.min(cap))),
+            })
+        })
     }
-    prompts.iter().try_fold(0_u64, |sum, prompt| {
-        Some(sum.saturating_add(prompt.external_tokens(filter)?))
-    })
 }
 
 #[cfg(test)]
@@ -285,10 +305,36 @@ mod tests {
     fn prompts_are_summed_each_with_its_best_tier() {
         let first = prompt(&[("GPU", 640), ("CPU", 1280)], None);
         let prompts = [first.clone(), prompt(&[("STORAGE", 1280)], None)];
-        assert_eq!(external_tokens(&prompts, &TierFilter::All), Some(1920));
-        assert_eq!(external_tokens(&prompts, &only(&[])), Some(640));
-        assert_eq!(external_tokens(&[], &TierFilter::All), None);
+        let external = |prompts: &[_], filter| {
+            Loadable::of(prompts, &filter, None).map(|found| found.external)
+        };
+        assert_eq!(external(&prompts, TierFilter::All), Some(1920));
+        assert_eq!(external(&prompts, only(&[])), Some(640));
+        assert_eq!(external(&[], TierFilter::All), None);
         let broken = prompt(&[("CPU", -1)], None);
-        assert_eq!(external_tokens(&[first, broken], &TierFilter::All), None);
+        assert_eq!(external(&[first, broken], TierFilter::All), None);
+    }
+
+    #[test]
+    fn a_cap_is_each_prompts_own() {
+        let prompts = [
+            prompt(&[("GPU", 640), ("CPU", 1280)], None),
+            prompt(&[("STORAGE", 1280)], None),
+        ];
+        for (cap, within_cap) in [
+            (None, 1920),
+            (Some(0), 0),
+            (Some(700), 1340),
+            (Some(u64::MAX), 1920),
+        ] {
+            let expected = Loadable {
+                external: 1920,
+                within_cap,
+            };
+            assert_eq!(
+                Loadable::of(&prompts, &TierFilter::All, cap),
+                Some(expected)
+            );
+        }
     }
 }

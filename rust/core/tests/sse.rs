@@ -134,6 +134,25 @@ fn an_unfinished_event_is_passed_on_at_the_end() {
 }
 
 #[test]
+fn what_was_cached_is_told_in_three_ways() {
+    for (usage, cached) in [
+        (
+            r#"{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4,"audio_tokens":1}}"#,
+            Some(4),
+        ),
+        (r#"{"input_tokens_details":{"cached_tokens":0}}"#, Some(0)),
+        (r#"{"input_tokens":5,"cache_read_input_tokens":4}"#, Some(4)),
+        (r#"{"prompt_tokens_details":null}"#, None),
+        (r#"{"prompt_tokens_details":{"cached_tokens":null}}"#, None),
+        (r#"{"prompt_tokens_details":{"cached_tokens":-1}}"#, None),
+        (r#"{"prompt_tokens_details":[4]}"#, None),
+    ] {
+        let stream = format!("data: {{\"choices\":[],\"usage\":{usage}}}\n\ndata: [DONE]\n\n");
+        assert_eq!(shows(&stream, &stream).cached_tokens, cached, "{usage}");
+    }
+}
+
+#[test]
 fn what_the_apis_tell() {
     let chat = shows(
         "data: {\"choices\":[{\"finish_reason\":null}],\"usage\":{\"prompt_tokens\":3}}\n\n\

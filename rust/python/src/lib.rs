@@ -23,7 +23,7 @@ mod _core {
     #[pymodule_export]
     use crate::relay::EngineResponse;
     #[pymodule_export]
-    use crate::selective::{LoadDecision, QueueGate, SelectivePolicy};
+    use crate::selective::{LoadDecision, QueueGate, SelectivePolicy, loadable_tokens};
     #[pymodule_export]
     use crate::tap::{Tap, hide_in_document};
 

@@ -2,7 +2,7 @@
 
 use kvroute_core::gate::{self, GateState};
 use kvroute_core::policy::{self, ClientLimit, Decision, Edit, LoadPolicy, OffloadPolicy};
-use kvroute_core::tiers::{Matcher, PromptTiers, TierFilter, external_tokens};
+use kvroute_core::tiers::{Loadable, Matcher, PromptTiers, TierFilter};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyMapping};
@@ -104,22 +104,23 @@ impl SelectivePolicy {
     ) -> PyResult<LoadDecision> {
         let sent = |name| client.map_or(Ok(None), |client| client.get_item(name));
         let filter = tier_filter(sent(LOAD_TIERS)?.as_ref())?;
-        let external = match prompts {
-            Some(prompts) => external(&prompts, lengths, &filter)?,
+        let max_load = client_limit(sent(MAX_LOAD)?.as_ref())?;
+        let loadable = match prompts {
+            Some(prompts) => loadable(prompts, lengths, &filter, max_load.cap())?,
             None => None,
         };
         let gate = gate.map_or(GateState::Off, |gate| gate.0.state(now));
         let decision = policy::decide(
             self.load,
             self.offload,
-            external,
+            loadable,
             gate,
-            client_limit(sent(MAX_LOAD)?.as_ref())?,
+            max_load,
             client_limit(sent(MAX_OFFLOAD)?.as_ref())?,
         );
         Ok(LoadDecision {
             decision,
-            external,
+            external: loadable.map(|loadable| loadable.external),
             gate,
         })
     }
@@ -179,11 +180,26 @@ impl LoadDecision {
     }
 }
 
-fn external(
-    prompts: &[Bound<'_, PyMapping>],
+/// What an engine would load for a request that reaches it with these parameters.
+#[pyfunction]
+#[pyo3(signature = (prompts, params, /, *, lengths = None))]
+pub fn loadable_tokens(
+    prompts: Vec<Bound<'_, PyMapping>>,
+    params: &Bound<'_, PyDict>,
+    lengths: Option<Vec<u64>>,
+) -> PyResult<Option<u64>> {
+    let filter = tier_filter(params.get_item(LOAD_TIERS)?.as_ref())?;
+    let limit = client_limit(params.get_item(MAX_LOAD)?.as_ref())?;
+    let loadable = loadable(prompts, lengths, &filter, limit.most())?;
+    Ok(loadable.map(|loadable| loadable.within_cap))
+}
+
+fn loadable(
+    prompts: Vec<Bound<'_, PyMapping>>,
     lengths: Option<Vec<u64>>,
     filter: &TierFilter,
-) -> PyResult<Option<u64>> {
+    cap: Option<u64>,
+) -> PyResult<Option<Loadable>> {
     let lengths: Vec<Option<u64>> = match lengths {
         Some(lengths) => lengths.into_iter().map(Some).collect(),
         None => vec![None; prompts.len()],
@@ -193,14 +209,12 @@ fn external(
             "lengths must have an entry for each prompt",
         ));
     }
-    let prompts = prompts.iter().zip(lengths).map(|(prompt, length)| {
+    let prompts = prompts.into_iter().zip(lengths).map(|(prompt, length)| {
         let tokens = prompt.items()?.extract()?;
         Ok(PromptTiers { tokens, length })
     });
-    Ok(external_tokens(
-        &prompts.collect::<PyResult<Vec<_>>>()?,
-        filter,
-    ))
+    let prompts = prompts.collect::<PyResult<Vec<_>>>()?;
+    Ok(Loadable::of(&prompts, filter, cap))
 }
 
 /// `kv_load_tiers` as the JSON value that the client sent.

@@ -22,6 +22,11 @@ impl Tap {
     }
 
     #[getter]
+    fn cached_tokens(&self) -> Option<u64> {
+        self.0.cached_tokens
+    }
+
+    #[getter]
     fn completion_tokens(&self) -> Option<u64> {
         self.0.completion_tokens
     }
@@ -61,6 +66,7 @@ impl Tap {
         let Facts {
             handle,
             prompt_tokens,
+            cached_tokens,
             completion_tokens,
             finish_reason,
             response_id,
@@ -78,8 +84,8 @@ impl Tap {
         let prompt_ids = size(prompt_token_ids.known(), 4, "ids");
         let ids = size(token_ids.known(), 4, "ids");
         format!(
-            "Tap(handle={handle}, prompt_tokens={prompt_tokens:?}, completion_tokens={completion_tokens:?}, \
-             finish_reason={finish_reason:?}, response_id={response_id:?}, prompt_token_ids={prompt_ids}, \
+            "Tap(handle={handle}, prompt_tokens={prompt_tokens:?}, cached_tokens={cached_tokens:?}, \
+             completion_tokens={completion_tokens:?}, finish_reason={finish_reason:?}, response_id={response_id:?}, prompt_token_ids={prompt_ids}, \
              token_ids={ids}, error={error}, done={done})"
         )
     }

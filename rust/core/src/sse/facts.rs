@@ -9,6 +9,9 @@ pub struct Facts {
     pub handle: Option<Vec<u8>>,
     /// `usage.prompt_tokens`, or `usage.input_tokens` where the API calls it that.
     pub prompt_tokens: Option<u64>,
+    /// Prompt tokens that were not computed, since a cache held them: `cached_tokens` of `usage.prompt_tokens_details` or
+    /// `usage.input_tokens_details`, or `usage.cache_read_input_tokens`.
+    pub cached_tokens: Option<u64>,
     /// `usage.completion_tokens`, or `usage.output_tokens`.
     pub completion_tokens: Option<u64>,
     /// `choices[].finish_reason`, `stop_reason` of Anthropic's API, or why a response of `/v1/responses` is incomplete

@@ -162,17 +162,20 @@ impl Object {
         self.has_usage = true;
         for member in Members::new(usage, 0) {
             let member = member?;
-            let number = || {
-                std::str::from_utf8(&usage[member.value.clone()])
-                    .ok()
-                    .and_then(|text| text.parse().ok())
-            };
-            match Key::of(&usage[member.key.clone()]).as_str() {
+            let value = &usage[member.value];
+            match Key::of(&usage[member.key]).as_str() {
                 "prompt_tokens" | "input_tokens" => {
-                    self.found.prompt_tokens = number().or(self.found.prompt_tokens);
+                    self.found.prompt_tokens = number(value).or(self.found.prompt_tokens);
                 }
                 "completion_tokens" | "output_tokens" => {
-                    self.found.completion_tokens = number().or(self.found.completion_tokens);
+                    self.found.completion_tokens = number(value).or(self.found.completion_tokens);
+                }
+                "cache_read_input_tokens" => {
+                    self.found.cached_tokens = number(value).or(self.found.cached_tokens);
+                }
+                "prompt_tokens_details" | "input_tokens_details" if value.starts_with(b"{") => {
+                    let cached = last_member(value, "cached_tokens")?.and_then(number);
+                    self.found.cached_tokens = cached.or(self.found.cached_tokens);
                 }
                 _ => {}
             }
@@ -260,6 +263,7 @@ impl Object {
             cuts_member && (kept == 0 || empty_choices && !has_usage && !found.error);
         facts.handle = found.handle.or(facts.handle.take());
         facts.prompt_tokens = found.prompt_tokens.or(facts.prompt_tokens);
+        facts.cached_tokens = found.cached_tokens.or(facts.cached_tokens);
         facts.completion_tokens = found.completion_tokens.or(facts.completion_tokens);
         facts.finish_reason = reason
             .or(found.finish_reason)
@@ -300,6 +304,12 @@ impl<'a> Key<'a> {
             Self::Escaped(text) => text,
         }
     }
+}
+
+fn number(value: &[u8]) -> Option<u64> {
+    std::str::from_utf8(value)
+        .ok()
+        .and_then(|text| text.parse().ok())
 }
 
 /// The last member called `name` of an object.
