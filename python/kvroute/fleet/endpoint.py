@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvroute._core import QueueGate
+from kvroute.fleet.cached import CachedTokens
 from kvroute.fleet.hearing import Hearing
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Endpoint:
         sent: Requests this gateway sent it in this epoch, on any leg.
         gate: The smoothed waiting queue; every sample feeds it, whether or not a request needs it.
         hearing: What is heard of its KV events.
+        cached: What the index predicted that it has cached, against what it counted.
         scrapes: How scrapes ended: ``ok``, ``failed``, ``unreadable``; and ``stale``, the times that the last sample
             grew too old to say anything.
         watchers: Called when the engine comes in or its epoch grows.
@@ -162,6 +164,7 @@ class Endpoint:
         "_max_waiting",
         "_signals",
         "api_key",
+        "cached",
         "capabilities",
         "configured_models",
         "declared",
@@ -211,6 +214,7 @@ class Endpoint:
         self.sent = 0
         self.scrapes: Counter[str] = Counter()
         self.hearing = Hearing()
+        self.cached = CachedTokens()
         self._left: int | None = None
         self.watchers: list[Callable[[], None]] = []
         self._max_age = max_age

@@ -89,6 +89,26 @@ def event_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
     yield from (state, stale, age, batches, gaps, restarts, blocks, faults)
 
 
+def cached_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
+    """What the index predicted of engines, against what they counted."""
+    answers = _counter("cached_tokens_answers", "Answers whose cached tokens were predicted, by how right.", "outcome")
+    predicted = _counter("cached_tokens_predicted", "Cached tokens that the index predicted of answers that told them.")
+    actual = _counter("cached_tokens_actual", "Cached tokens of those answers, as the engine counted them.")
+    missed = _counter(
+        "cached_tokens_missed", "Over: predicted, and not there. Under: there, and not predicted.", "direction"
+    )
+    for endpoint in endpoints:
+        count, name = endpoint.cached, (endpoint.url,)
+        for outcome, number in count.answers.items():
+            answers.add_metric((endpoint.url, outcome), float(number))
+        if endpoint.hearing.wanted or count.answers:
+            predicted.add_metric(name, float(count.predicted))
+            actual.add_metric(name, float(count.actual))
+            missed.add_metric((endpoint.url, "over"), float(count.over))
+            missed.add_metric((endpoint.url, "under"), float(count.under))
+    yield from (answers, predicted, actual, missed)
+
+
 class IndexSizes:
     """How much the prefix index holds, read when it is asked for."""
 

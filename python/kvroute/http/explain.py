@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from kvroute.http.prediction import predict
 from kvroute.http.selective import decide
 
 if TYPE_CHECKING:
@@ -86,8 +87,12 @@ def _engine(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint
         "held_tokens": question.held.get(endpoint.url),
         "guessed_share": round(question.guessed.get(endpoint.url, 0.0), 3),
     }
-    if gateway.selective.active and endpoint.role != "decode":
-        applied = decide(gateway, incoming, plan, endpoint)
+    if endpoint.role == "decode":
+        return described
+    applied = decide(gateway, incoming, plan, endpoint)
+    prediction = predict(incoming, question, endpoint, applied.policy)
+    described["predicted_cached_tokens"] = prediction.cached_tokens if prediction is not None else None
+    if gateway.selective.active:
         described["selective_kv"] = {
             "reason": applied.reason,
             "external_tokens": applied.external_tokens,

@@ -7,9 +7,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-import orjson
-
-from kvroute._core import Body, BodyError
+from kvroute._core import Body, BodyError, hide_in_document
+from kvroute.http.prediction import predict
 from kvroute.http.question import note_sent
 from kvroute.http.refusal import without_addresses
 from kvroute.http.reuse_count import ReuseCount
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
+    from kvroute.http.prediction import Prediction
     from kvroute.kv.held import Held
     from kvroute.kv.turn import Turn
     from kvroute.plan.plan import Plan
@@ -75,6 +75,7 @@ class PrefillLeg:
         self._turn = turn
         self._count = ReuseCount(gateway.metrics)
         self._asked_prompt = False
+        self._prediction: Prediction | None = None
 
     async def run(self) -> Prefilled:
         """Run the leg.
@@ -197,6 +198,9 @@ class PrefillLeg:
         assert incoming.body is not None
         recipe = RECIPES[incoming.api]
         policy = leg_policy(self._gateway, incoming, self._plan, endpoint)
+        # What is read back comes from the decode engine, and counts as cached.
+        reads = offer is not None and offer.action == "read"
+        self._prediction = None if reads else predict(incoming, self._plan.question, endpoint, policy)
         self._asked_prompt = (offer is not None and offer.prompt is not None) or self._prompt_wanted(endpoint)
         if offer is None or offer.action == "drop":
             return recipe.apply(incoming.body, prefill_params(policy), token_ids=self._asked_prompt)
@@ -234,10 +238,12 @@ class PrefillLeg:
 
     def _finish(self, endpoint: Endpoint, epoch: int, offer: Offer | None, reply: bytes, seconds: float) -> Prefilled:
         try:
-            answer = Body.scan(reply)
-            raw, prompt_tokens = answer.kv_transfer_params, _prompt_tokens(answer.raw("usage"))
+            raw = Body.scan(reply).kv_transfer_params
         except BodyError:
-            raw = prompt_tokens = None
+            raw = None
+        _, tap = hide_in_document(reply, ())
+        if self._prediction is not None:
+            self._prediction.check(tap)
         handoff = read_handle(raw, from_decode=False)
         self._count.answered(offer, handoff)
         if offer is not None and offer.decision.action != "drop" and self._turn.spent is not None:
@@ -260,7 +266,7 @@ class PrefillLeg:
             handoff = self._sealed(endpoint, handoff, prompt)
         deadline = time.monotonic() + self._gateway.settings.pd.handoff_seconds
         compared = offer is not None and offer.prompt is not None
-        return Prefilled(endpoint, handoff, epoch, deadline, prompt_tokens, compared)
+        return Prefilled(endpoint, handoff, epoch, deadline, tap.prompt_tokens, compared)
 
     def _sealed(self, endpoint: Endpoint, handoff: Handle, prompt: array[int]) -> Handle:
         assert self._incoming.body is not None
@@ -311,12 +317,6 @@ def _read_back(offer: Offer | None, handoff: Handle) -> bool:
     if handoff.reuse is not None:
         return handoff.reuse.verified > 0
     return offer is not None and offer.prompt is not None
-
-
-def _prompt_tokens(usage: bytes | None) -> int | None:
-    counts = orjson.loads(usage) if usage is not None and usage.startswith(b"{") else {}
-    count = counts.get("prompt_tokens", counts.get("input_tokens"))
-    return count if isinstance(count, int) else None
 
 
 _FATES = {"read": "sent", "discard": "discarded"}

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from kvroute.http.decode import response_of
 from kvroute.http.errors import GatewayError
+from kvroute.http.prediction import predict
 from kvroute.http.question import note_sent
 from kvroute.http.selective import leg_policy
-from kvroute.kv.params import aggregated_params
+from kvroute.kv.params import Policy, aggregated_params
 from kvroute.kv.recipes import CLIENT_BODY
 from kvroute.upstream import UpstreamError
 
@@ -74,12 +75,14 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
     gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint, flight: Flight
 ) -> web.StreamResponse:
     started = time.monotonic()
+    policy = _policy(gateway, incoming, plan, endpoint)
+    prediction = predict(incoming, plan.question, endpoint, policy)
     exchange = await gateway.pool.send(
         endpoint.origin,
         incoming.request.method,
         incoming.target,
         incoming.headers_for(endpoint),
-        _body(gateway, incoming, plan, endpoint),
+        _body(incoming, endpoint, policy),
         on_send=lambda: note_sent(gateway, plan.question, endpoint),
     )
 
@@ -97,6 +100,8 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
         )
     gateway.relayed(endpoint, relayed)
     if exchange.status == 200:
+        if prediction is not None and relayed.outcome == "complete":
+            prediction.check(relayed.tap)
         if plan.reason == "stored_response" and turn.held is not None:
             # It goes on by the ids of responses, on this engine, which needs no handle for that.
             gateway.give_up(turn.spend(), "ended")
@@ -104,19 +109,25 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
     return relayed.response
 
 
-def _body(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> bytes:
+def _policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> Policy:
+    """What the engine is told about loads and offloads."""
+    if _bidirectional(endpoint):
+        if incoming.api is not None and gateway.selective.active:
+            gateway.metrics.selective.labels("bidirectional_engine").inc()
+        return Policy()
+    if incoming.api is None:
+        return incoming.policy  # nothing is generated, so nothing is loaded
+    return leg_policy(gateway, incoming, plan, endpoint)
+
+
+def _body(incoming: Incoming, endpoint: Endpoint, policy: Policy) -> bytes:
     """The client's bytes, with the gateway's own members taken out and transfer parameters cut down to policy."""
     if incoming.body is None:
         return incoming.raw
-    policy, bidirectional = incoming.policy, _bidirectional(endpoint)
-    if incoming.api is not None:  # elsewhere nothing is generated, so nothing is loaded
-        if not bidirectional:
-            policy = leg_policy(gateway, incoming, plan, endpoint)
-        elif gateway.selective.active:
-            gateway.metrics.selective.labels("bidirectional_engine").inc()
-    if policy is incoming.policy and policy.verbatim and not bidirectional:
+    if policy is incoming.policy and policy.verbatim:
         return incoming.body.splice(CLIENT_BODY)  # what the client wrote is what would be written
-    return incoming.body.splice(CLIENT_BODY, kv_transfer_params=aggregated_params(policy, bidirectional=bidirectional))
+    params = aggregated_params(policy, bidirectional=_bidirectional(endpoint))
+    return incoming.body.splice(CLIENT_BODY, kv_transfer_params=params)
 
 
 def _bidirectional(endpoint: Endpoint) -> bool:
