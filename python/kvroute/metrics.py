@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from kvroute import __version__
-from kvroute.fleet.report import cached_families, event_families, load_families
+from kvroute.fleet.report import cached_families, event_families, gate_families, load_families
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,6 +226,7 @@ class _State:
         yield verifiers
         yield epochs
         yield from load_families(self._fleet.endpoints)
+        yield from gate_families(self._fleet.endpoints)
         yield from event_families(self._fleet.endpoints)
         yield from cached_families(self._fleet.endpoints)
         yield GaugeMetricFamily(

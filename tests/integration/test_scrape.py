@@ -2,7 +2,9 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from typing import Any
 
+import aiohttp
 import pytest
 from blockbuster import blockbuster_ctx
 
@@ -87,6 +89,77 @@ async def test_an_outage_makes_the_load_unknown_and_is_counted(engine, answer, o
 
         engine.scrape = engine.page
         await until(lambda: gateway.metric("kvroute_endpoint_waiting", endpoint=engine.url) == 3.0)
+
+
+def gate_states(gateway, engine):
+    return {
+        state: gateway.metric("kvroute_gate_state", endpoint=engine.url, state=state)
+        for state in ("off", "unsampled", "stale", "open", "closed")
+    }
+
+
+async def test_the_gate_is_shown_with_its_changes(engine):
+    engine.scrape = [reply(b"vllm:num_requests_waiting 30\nvllm:num_requests_running 2\n")]
+    options: dict[str, Any] = {
+        "signals__scrape_seconds": 0.01,
+        "signals__max_age_seconds": 0.5,
+        "selective_kv__load_policy": "threshold",
+        "selective_kv__min_external_reusable_tokens": 64,
+        "selective_kv__max_waiting_requests": 8,
+    }
+    async with running(endpoints=[engine.url], health__interval_seconds=60, **options) as gateway:
+
+        def changes(change):
+            return gateway.metric("kvroute_gate_changes_total", endpoint=engine.url, change=change)
+
+        await until(lambda: gate_states(gateway, engine)["closed"] == 1)
+        assert sum(gate_states(gateway, engine).values()) == 1
+        assert (changes("closed"), changes("opened"), changes("expired")) == (1, 0, 0)
+
+        engine.scrape = [reply(status="404 Not Found")]
+        await until(lambda: gate_states(gateway, engine)["stale"] == 1)
+        await until(lambda: changes("expired") == 1)
+        assert (changes("closed"), changes("opened")) == (1, 0)
+
+    async with scraping(engine) as (gateway, _):
+        assert gate_states(gateway, engine) == {"off": 1, "unsampled": 0, "stale": 0, "open": 0, "closed": 0}
+
+
+async def test_an_engine_that_is_out_leaves_nothing_of_its_run_behind():
+    of_its_run = {
+        *("kvroute_signal_age_seconds", "kvroute_endpoint_waiting", "kvroute_endpoint_running"),
+        *("kvroute_endpoint_kv_usage_ratio", "kvroute_endpoint_waiting_mean", "kvroute_kv_events_age_seconds"),
+    }
+    options: dict[str, Any] = {
+        "signals__scrape_seconds": 0.01,
+        "signals__kv_events_grace_seconds": 0.1,
+        "health__interval_seconds": 0.05,
+    }
+    async with (
+        SimFleet([both("a", events=True), both("b")], time_scale=0) as fleet,
+        running(endpoints=fleet.urls(), **options) as gateway,
+    ):
+        url, endpoint = fleet["a"].url, gateway.endpoint(fleet["a"].url)
+
+        def shown():
+            return {
+                sample.name
+                for family in gateway.gateway.metrics.registry.collect()
+                for sample in family.samples
+                if sample.labels.get("endpoint") == url
+            }
+
+        body = {"model": "sim", "prompt": list(range(100)), "max_tokens": 1}
+        async with aiohttp.ClientSession() as client, client.post(url + "/v1/completions", json=body) as answer:
+            assert answer.status == 200
+        await until(lambda: of_its_run <= shown())
+        assert gateway.metric("kvroute_index_blocks", endpoint=url) > 0
+
+        await fleet["a"].stop()
+        await until(lambda: not endpoint.healthy)
+        await until(lambda: not of_its_run & shown())
+        await until(lambda: gateway.metric("kvroute_index_blocks", endpoint=url) == 0)
+        assert gateway.metric("kvroute_kv_events_state", endpoint=url, state="off") == 1
 
 
 async def test_scrapes_of_one_engine_never_overlap(engine):

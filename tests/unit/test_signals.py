@@ -112,6 +112,31 @@ def test_every_sample_feeds_the_gate():
     assert engine.gate.state(1.0) == "closed"
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_gate_that_closes_opens_or_outlives_its_sample_is_counted(asked):
+    engine = endpoint(max_waiting=8, max_age=5.0)
+    for at, waiting in ((0.0, 7.0), (2.0, 20.0), (2.5, 20.0), (8.0, 0.0), (8.5, 30.0), (10.0, 30.0)):
+        engine.learn(Signals(at, waiting, 0.0))
+        if asked:
+            engine.signals(at + 0.1)
+    # Closed at 2 s; that sample was too old at 8 s; closed again at 10 s.
+    assert engine.gate_changes == {"closed": 2, "expired": 1}
+    assert engine.scrapes["stale"] == 1
+
+    for at in (12.0, 14.0, 16.0, 18.0):
+        engine.learn(Signals(at, 0.0, 0.0))
+    assert engine.gate_changes == {"closed": 2, "expired": 1, "opened": 1}
+    engine.signals(60.0)
+    assert engine.gate_changes["expired"] == 1, "an open gate that goes stale changes nothing"
+
+
+def test_without_a_limit_no_gate_changes():
+    engine = endpoint(max_waiting=0)
+    engine.learn(Signals(0.0, 900.0, 0.0))
+    assert engine.signals(60.0) is None
+    assert not +engine.gate_changes
+
+
 def test_a_new_epoch_starts_without_the_load_of_the_last_one():
     engine = endpoint(max_waiting=8)
     told = []

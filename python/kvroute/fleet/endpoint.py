@@ -151,6 +151,8 @@ class Endpoint:
             what was sent since the last scrape, so that a burst between two scrapes does not pile up.
         sent: Requests this gateway sent it in this epoch, on any leg.
         gate: The smoothed waiting queue; every sample feeds it, whether or not a request needs it.
+        gate_changes: Times that the gate ``closed``, that it ``opened`` since the queue was short again, and that it
+            ``expired``: it stood open again because its last sample grew too old.
         hearing: What is heard of its KV events.
         cached: What the index predicted that it has cached, against what it counted.
         scrapes: How scrapes ended: ``ok``, ``failed``, ``unreadable``; and ``stale``, the times that the last sample
@@ -171,6 +173,7 @@ class Endpoint:
         "epoch",
         "failures",
         "gate",
+        "gate_changes",
         "healthy",
         "hearing",
         "in_flight",
@@ -221,6 +224,7 @@ class Endpoint:
         self._max_waiting = max_waiting
         self._signals: Signals | None = None
         self.gate = QueueGate(max_waiting, max_age)
+        self.gate_changes: Counter[str] = Counter()
 
     @property
     def load(self) -> int:
@@ -274,8 +278,13 @@ class Endpoint:
 
     def learn(self, signals: Signals) -> None:
         """Take a sample of the engine's load."""
+        self.signals(signals.at)  # counts the last one, should it have grown too old
+        before = self.gate.state(signals.at)
         self._signals = signals
         self.gate.observe(signals.waiting, signals.at)
+        after = self.gate.state(signals.at)
+        if before != after and "closed" in {before, after}:
+            self.gate_changes["closed" if after == "closed" else "opened"] += 1
 
     def signals(self, now: float) -> Signals | None:
         """The engine's load, None when it is not known or was known too long ago.
@@ -286,6 +295,7 @@ class Endpoint:
         last = self._signals
         if last is not None and now - last.at > self._max_age:
             self.scrapes["stale"] += 1
+            self.gate_changes["expired"] += self.gate.state(last.at) == "closed"
             last = self._signals = None
         return last
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvroute.fleet.fleet import Fleet
 
 _STATES = ("off", "gap", "replaying", "live")
+_GATE_STATES = ("off", "unsampled", "stale", "open", "closed")
+_GATE_CHANGES = ("closed", "opened", "expired")
 
 
 def load_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
@@ -53,6 +55,20 @@ def load_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
         for outcome, count in endpoint.scrapes.items():
             scrapes.add_metric((endpoint.url, outcome), float(count))
     yield from (unknown, age, waiting, running, usage, mean, tokens, scrapes)
+
+
+def gate_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
+    """Gates of the selective KV policy."""
+    state = _gauge("gate_state", "1 for the state of the engine's gate; only a closed one stops loads.", "state")
+    changes = _counter("gate_changes", "Changes of the gate; expired: its last sample grew too old.", "change")
+    for endpoint in endpoints:
+        now_in = endpoint.gate.state(time.monotonic())
+        for one in _GATE_STATES:
+            state.add_metric((endpoint.url, one), float(one == now_in))
+        if now_in != "off":
+            for change in _GATE_CHANGES:
+                changes.add_metric((endpoint.url, change), float(endpoint.gate_changes[change]))
+    yield from (state, changes)
 
 
 def event_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
