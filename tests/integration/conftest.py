@@ -1,12 +1,14 @@
-"""What most tests of the gateway on simulated engines begin with: one engine of each role, and a client."""
+"""What many tests begin with: an engine of each role and a client, a publisher, and a loop that nothing holds up."""
 
 from __future__ import annotations
 
 import aiohttp
 import pytest
+from blockbuster import blockbuster_ctx
 
 from kvroute.sim import SimFleet
 from tests.support import simulated
+from tests.support.publisher import Publisher
 from tests.support.simulated import COLD
 
 
@@ -30,3 +32,16 @@ def decode(fleet):
 async def client():
     async with aiohttp.ClientSession() as session:
         yield session
+
+
+@pytest.fixture
+async def publisher():
+    async with Publisher() as made:
+        yield made
+
+
+@pytest.fixture
+def nothing_blocks_the_loop():
+    """A call of the gateway's that would hold up the event loop fails."""
+    with blockbuster_ctx("kvroute"):
+        yield
