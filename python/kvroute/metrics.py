@@ -126,6 +126,12 @@ class Metrics:
             "Records that the gateway wrote from the token ids of decode engines without digests, or why not.",
             "outcome",
         )
+        self.rank_requests = counter(
+            "rank_requests",
+            "Requests to engines with several data-parallel ranks, by the rank asked for; any: the engine's choice.",
+            "endpoint",
+            "rank",
+        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens that engines reported.")
         self.completion_tokens = counter("completion_tokens", "Generated tokens that engines reported.")
 

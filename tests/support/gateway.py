@@ -67,3 +67,5 @@ async def running(
         yield Running(gateway, url)
     assert gateway.running == 0
     assert [endpoint.load for endpoint in gateway.fleet.endpoints] == [0] * len(gateway.fleet.endpoints)
+    ranks = [share for endpoint in gateway.fleet.endpoints for share in endpoint.rank_flights.values()]
+    assert [(share.load, share.tokens) for share in ranks] == [(0, 0)] * len(ranks)

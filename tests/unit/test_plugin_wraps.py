@@ -207,6 +207,32 @@ async def test_data_parallel_engines_list_the_ids_that_handles_carry(vllm: Modul
     plugin.register()
     answer, _ = await served(engine_config(data_parallel_size=2))
     assert (answer["engine_id"], answer["engine_ids"]) == (None, ["p1_dp0", "p1_dp1"])
+    assert answer["dp_ranks"] is None  # a release without the members that tell
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"local_engines_only": True, "data_parallel_index": 2, "data_parallel_size_local": 2}, [2, 3]),
+        ({"local_engines_only": True, "data_parallel_index": 3, "data_parallel_size_local": 1}, [3]),
+        ({"enable_elastic_ep": True}, None),
+    ],
+)
+async def test_the_route_tells_which_ranks_requests_can_be_sent_to(
+    vllm: ModuleType, change: dict[str, Any], ranks: list[int] | None
+) -> None:
+    plugin.register()
+    internal = {
+        "data_parallel_size": 4,
+        "data_parallel_size_local": 4,
+        "data_parallel_index": 0,
+        "local_engines_only": False,
+        "enable_elastic_ep": False,
+    }
+    answer, _ = await served(engine_config(**internal | change))
+    assert answer["dp_ranks"] == ranks
+    assert answer["engine_ids"] == [f"p1_dp{rank}" for rank in ranks or range(4)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a page of metrics says of an engine's load, and how an endpoint keeps it."""
 
+import dataclasses
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.fleet import Endpoint, Signals
-from kvroute.fleet.signals import parse
+from kvroute.fleet.signals import RankLoad, parse
 from kvroute.upstream import Origin
 
 CAPTURE = Path(__file__).parents[1] / "fixtures/captures/get_metrics.json"
@@ -26,7 +27,9 @@ def page(waiting="3.0", running="2.0", more=""):
 def test_a_page_of_a_real_engine():
     text = json.loads(CAPTURE.read_text())["body"]
 
-    assert parse(text.encode(), 7.0) == Signals(7.0, 0.0, 0.0, usage=0.0, gpu_blocks=8192, block_size=128)
+    ranks = {0: RankLoad(0.0, 0.0, 0.0)}
+    expected = Signals(7.0, 0.0, 0.0, usage=0.0, gpu_blocks=8192, block_size=128, ranks=ranks)
+    assert parse(text.encode(), 7.0) == expected
 
 
 def test_ranks_are_summed_and_their_usage_is_averaged():
@@ -39,7 +42,23 @@ def test_ranks_are_summed_and_their_usage_is_averaged():
         'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="200",num_gpu_blocks_override="7"} 1.0\n'
     )
 
-    assert parse(page(more=second), 0.0) == Signals(0.0, 7.0, 7.0, usage=0.5, gpu_blocks=300, block_size=16)
+    ranks = {0: RankLoad(3.0, 2.0, 0.25), 1: RankLoad(4.0, 5.0, 0.75)}
+    expected = Signals(0.0, 7.0, 7.0, usage=0.5, gpu_blocks=200, block_size=16, ranks=ranks)
+    assert parse(page(more=second), 0.0) == expected
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        'vllm:num_requests_waiting{engine="1",model_name="m"} 4.0\nvllm:num_requests_running{engine="2"} 5.0\n',
+        'vllm:num_requests_waiting{engine="0",model_name="n"} 4.0\nvllm:num_requests_running{engine="1"} 5.0\n',
+        'vllm:num_requests_waiting{model_name="n"} 4.0\nvllm:num_requests_running{engine="1"} 5.0\n',
+    ],
+)
+def test_a_page_whose_ranks_do_not_fit_together_tells_of_none(more):
+    found = parse(page(more=more), 0.0)
+    assert found is not None
+    assert (found.waiting, found.ranks) == (7.0, {})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +99,9 @@ def test_a_page_that_does_not_tell_the_queue_is_no_sample(text):
     ],
 )
 def test_odd_but_valid_pages_are_read_and_what_they_do_not_say_is_unknown(text):
-    assert parse(text, 0.0) == Signals(0.0, 3.0, 2.0)
+    found = parse(text, 0.0)
+    assert found is not None
+    assert dataclasses.replace(found, ranks={}) == Signals(0.0, 3.0, 2.0)
 
 
 def endpoint(**options):

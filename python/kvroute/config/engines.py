@@ -38,7 +38,11 @@ class EndpointSettings(Section):
     )
     kv_events_topic: str = Field("", description="what the topics of its KV events start with")
     data_parallel_size: int | None = Field(
-        None, ge=1, le=4096, description="ranks, if kv_events is rank 0's address alone and theirs follow by port"
+        None,
+        ge=1,
+        le=4096,
+        description="data-parallel ranks behind url; an engine that tells its ranks itself is believed. With kv_events "
+        "that is rank 0's address alone, theirs follow by port",
     )
 
     @field_validator("url")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from kvroute.config.section import Seconds, Section
@@ -31,6 +31,11 @@ class Routing(Section):
     session_tokens: int = Field(
         512, ge=0, description="what having served the conversation's last turn is worth, in prompt tokens"
     )
+    data_parallel_ranks: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: of an engine with several data-parallel ranks, the gateway chooses the rank where it is "
+        "certain which there are; off: the engine does",
+    )
     remember_seconds: Seconds = Field(
         600.0, description="time for which a prompt counts as cached where it was sent, without KV events that tell"
     )
@@ -38,6 +43,11 @@ class Routing(Section):
         100_000, ge=1, description="prefixes remembered for that, about 300 bytes each; the oldest goes first"
     )
     connect_attempts: int = Field(3, ge=1, le=16, description="engines tried for one request before anything was sent")
+
+    @field_validator("data_parallel_ranks", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # as YAML reads it bare
 
 
 class SelectiveKv(Section):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvroute._core import QueueGate
 from kvroute.fleet.cached import CachedTokens
+from kvroute.fleet.flights import Flight, Leg, RankFlights
 from kvroute.fleet.hearing import Hearing
+from kvroute.fleet.ranks import addressable, in_a_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from kvroute.fleet.signals import Signals
     from kvroute.upstream import Origin
 
-Leg = Literal["prefill", "decode", "whole"]
 KvLayout = Literal["full_attention", "other"]
 
 
@@ -28,6 +29,7 @@ class Declared:
 
     bidirectional: bool | None = None
     kv_layout: KvLayout | None = None
+    ranks: int | None = None
 
     def contradictions(self, found: Capabilities) -> list[str]:
         """The settings that the engine's plugin speaks against."""
@@ -36,6 +38,8 @@ class Declared:
             names.append("bidirectional_kv_xfer")
         if found.kv_layout is not None and self.kv_layout not in {None, found.kv_layout}:
             names.append("kv_layout")
+        if found.ranks is not None and self.ranks not in {None, len(found.ranks)}:
+            names.append("data_parallel_size")
         return names
 
 
@@ -66,6 +70,16 @@ class Capabilities:
     off: Mapping[str, str] = dataclasses.field(default_factory=dict)
     recompute_threshold: int | None = None
     kv_layout: KvLayout | None = None
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def release(self) -> tuple[int, int] | None:
+        """Major and minor version of vLLM, None when they are not known."""
+        try:
+            major, minor = (int(part) for part in (self.version or "").split(".")[:2])
+        except ValueError:
+            return None
+        return major, minor
 
     @classmethod
     def parse(cls, version: str | None, report: Mapping[str, Any] | None) -> Capabilities:
@@ -88,6 +102,12 @@ class Capabilities:
         def seconds(name: str) -> float | None:
             value = report.get(name)
             return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+        def ranks(name: str) -> tuple[int, ...] | None:
+            value = report.get(name)
+            if not isinstance(value, list) or not all(type(rank) is int and rank >= 0 for rank in value):
+                return None
+            return in_a_row(value) or None
 
         features = report.get("features")
         on = features if isinstance(features, dict) else {}
@@ -112,6 +132,7 @@ class Capabilities:
             recompute_threshold=whole("kv_recompute_threshold"),
             # The plugin's API server knows of context parallelism, and not of the groups: those stand in handles.
             kv_layout="other" if (whole("dcp_size") or 1) > 1 else None,
+            ranks=ranks("dp_ranks"),
         )
 
     def declared(self, declared: Declared) -> Capabilities:
@@ -121,21 +142,6 @@ class Capabilities:
             bidirectional=self.bidirectional if self.bidirectional is not None else declared.bidirectional,
             kv_layout=self.kv_layout if self.kv_layout is not None else declared.kv_layout,
         )
-
-
-class Flight:
-    """One request on an engine, whose prompt is ahead of others' until it is computed."""
-
-    __slots__ = ("_counts", "_leg", "_tokens")
-
-    def __init__(self, counts: dict[Leg, int], leg: Leg, tokens: int) -> None:
-        self._counts, self._leg, self._tokens = counts, leg, tokens
-        counts[leg] += tokens
-
-    def computed(self) -> None:
-        """The answer began: no one waits for this prompt any more, however long the answer takes."""
-        self._counts[self._leg] -= self._tokens
-        self._tokens = 0
 
 
 class Endpoint:
@@ -149,10 +155,11 @@ class Endpoint:
         in_flight: Requests this gateway has running on it, per leg.
         in_flight_tokens: Prompt tokens of those requests, per leg, as far as they are known. With `in_flight` it covers
             what was sent since the last scrape, so that a burst between two scrapes does not pile up.
+        rank_flights: The same of each data-parallel rank that requests were sent to by number; they count in both.
         sent: Requests this gateway sent it in this epoch, on any leg.
         gate: The smoothed waiting queue; every sample feeds it, whether or not a request needs it.
-        gate_changes: Times that the gate ``closed``, that it ``opened`` since the queue was short again, and that it
-            ``expired``: it stood open again because its last sample grew too old.
+        gate_changes: Times that a gate that decides ``closed``, that it ``opened`` since the queue was short again, and
+            that it ``expired``: it stood open again because its last sample grew too old.
         hearing: What is heard of its KV events.
         cached: What the index predicted that it has cached, against what it counted.
         scrapes: How scrapes ended: ``ok``, ``failed``, ``unreadable``; and ``stale``, the times that the last sample
@@ -164,7 +171,10 @@ class Endpoint:
         "_left",
         "_max_age",
         "_max_waiting",
+        "_rank_gates",
+        "_sampled",
         "_signals",
+        "_use_ranks",
         "api_key",
         "cached",
         "capabilities",
@@ -180,6 +190,7 @@ class Endpoint:
         "in_flight_tokens",
         "models",
         "origin",
+        "rank_flights",
         "role",
         "scrapes",
         "seen",
@@ -199,6 +210,7 @@ class Endpoint:
         declared: Declared = Declared(),
         max_waiting: int = 0,
         max_age: float = 5.0,
+        use_ranks: bool = True,
     ) -> None:
         self.url = url
         self.origin = origin
@@ -214,6 +226,7 @@ class Endpoint:
         self.seen = False
         self.in_flight: dict[Leg, int] = {"prefill": 0, "decode": 0, "whole": 0}
         self.in_flight_tokens: dict[Leg, int] = {"prefill": 0, "decode": 0, "whole": 0}
+        self.rank_flights: dict[int, RankFlights] = {}
         self.sent = 0
         self.scrapes: Counter[str] = Counter()
         self.hearing = Hearing()
@@ -225,6 +238,25 @@ class Endpoint:
         self._signals: Signals | None = None
         self.gate = QueueGate(max_waiting, max_age)
         self.gate_changes: Counter[str] = Counter()
+        self._rank_gates: dict[int, QueueGate] = {}
+        self._sampled: tuple[int, ...] = ()
+        self._use_ranks = use_ranks
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Data-parallel ranks that requests can be sent to by number, see `kvroute.fleet.ranks.addressable`.
+
+        Empty for an endpoint that is one engine, and where the setting ``routing.data_parallel_ranks`` is off.
+        """
+        if not self._use_ranks:
+            return ()
+        return addressable(self.capabilities, self.declared.ranks, self.hearing, self._sampled)
+
+    @property
+    def several_ranks(self) -> bool:
+        """Whether anything tells of several ranks, so that equal requests may meet different ones."""
+        said = self.capabilities.ranks or ()
+        return max(len(self.hearing.ranks), len(self._sampled), len(said), self.declared.ranks or 0) > 1
 
     @property
     def load(self) -> int:
@@ -233,18 +265,28 @@ class Endpoint:
         return flights["prefill"] + flights["decode"] + flights["whole"]
 
     @contextmanager
-    def flight(self, leg: Leg, tokens: int = 0) -> Iterator[Flight]:
+    def flight(self, leg: Leg, tokens: int = 0, rank: int | None = None) -> Iterator[Flight]:
         """Count one request for as long as it runs, and its prompt's tokens until they are computed.
 
         Given back on every path.
+
+        Args:
+            leg: What the engine does of the request.
+            tokens: Of the prompt, as far as they are to be computed there.
+            rank: The data-parallel rank that it is sent to, None where the engine picks one.
         """
         self.sent += 1
         self.in_flight[leg] += 1
-        flight = Flight(self.in_flight_tokens, leg, tokens)
+        share = None if rank is None else self.rank_flights.setdefault(rank, RankFlights())
+        if share is not None:
+            share.requests[leg] += 1
+        flight = Flight(self.in_flight_tokens, leg, tokens, share)
         try:
             yield flight
         finally:
             self.in_flight[leg] -= 1
+            if share is not None:
+                share.requests[leg] -= 1
             flight.computed()
 
     def admit(self) -> None:
@@ -270,6 +312,8 @@ class Endpoint:
         self.sent = 0
         self._signals = None
         self.gate = QueueGate(self._max_waiting, self._max_age)
+        self._rank_gates.clear()
+        self._sampled = ()
         self._tell()
 
     def _tell(self) -> None:
@@ -279,12 +323,29 @@ class Endpoint:
     def learn(self, signals: Signals) -> None:
         """Take a sample of the engine's load."""
         self.signals(signals.at)  # counts the last one, should it have grown too old
-        before = self.gate.state(signals.at)
         self._signals = signals
+        self._sampled = tuple(signals.ranks)
+        for rank in self.ranks if len(signals.ranks) > 1 else ():
+            if rank in signals.ranks and rank not in self._rank_gates:
+                self._rank_gates[rank] = QueueGate(self._max_waiting, self._max_age)
+        before = [gate.state(signals.at) for gate in self.gates]
         self.gate.observe(signals.waiting, signals.at)
-        after = self.gate.state(signals.at)
-        if before != after and "closed" in {before, after}:
-            self.gate_changes["closed" if after == "closed" else "opened"] += 1
+        for rank, gate in self._rank_gates.items():
+            if rank in signals.ranks:
+                gate.observe(signals.ranks[rank].waiting, signals.at)
+        for was, gate in zip(before, self.gates, strict=True):
+            now = gate.state(signals.at)
+            if was != now and "closed" in {was, now}:
+                self.gate_changes["closed" if now == "closed" else "opened"] += 1
+
+    @property
+    def gates(self) -> list[QueueGate]:
+        """The gates that decide: one for each data-parallel rank where samples tell them apart, or one for all."""
+        return [self._rank_gates[rank] for rank in self.ranks if rank in self._rank_gates] or [self.gate]
+
+    def gate_of(self, rank: int | None) -> QueueGate:
+        """The gate of a data-parallel rank, or of all where none is chosen or samples name none."""
+        return self.gate if rank is None else self._rank_gates.get(rank, self.gate)
 
     def signals(self, now: float) -> Signals | None:
         """The engine's load, None when it is not known or was known too long ago.
@@ -295,7 +356,7 @@ class Endpoint:
         last = self._signals
         if last is not None and now - last.at > self._max_age:
             self.scrapes["stale"] += 1
-            self.gate_changes["expired"] += self.gate.state(last.at) == "closed"
+            self.gate_changes["expired"] += sum(gate.state(last.at) == "closed" for gate in self.gates)
             last = self._signals = None
         return last
 

@@ -30,9 +30,10 @@ class Fleet:
                 item.role,
                 api_key=item.api_key.get_secret_value() if item.api_key is not None else None,
                 models=item.models,
-                declared=Declared(item.bidirectional_kv_xfer, item.kv_layout),
+                declared=Declared(item.bidirectional_kv_xfer, item.kv_layout, item.data_parallel_size),
                 max_waiting=settings.selective_kv.max_waiting_requests if settings.selective_kv is not None else 0,
                 max_age=settings.signals.max_age_seconds,
+                use_ranks=settings.routing.data_parallel_ranks == "auto",
             )
             for item in settings.endpoints
         )

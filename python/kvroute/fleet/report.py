@@ -59,13 +59,15 @@ def load_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
 
 def gate_families(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
     """Gates of the selective KV policy."""
-    state = _gauge("gate_state", "1 for the state of the engine's gate; only a closed one stops loads.", "state")
+    state = _gauge(
+        "gate_state", "Gates of the engine by state, one or one per rank; a closed one stops loads.", "state"
+    )
     changes = _counter("gate_changes", "Changes of the gate; expired: its last sample grew too old.", "change")
     for endpoint in endpoints:
-        now_in = endpoint.gate.state(time.monotonic())
+        now_in = [gate.state(time.monotonic()) for gate in endpoint.gates]
         for one in _GATE_STATES:
-            state.add_metric((endpoint.url, one), float(one == now_in))
-        if now_in != "off":
+            state.add_metric((endpoint.url, one), float(sum(found == one for found in now_in)))
+        if "off" not in now_in:
             for change in _GATE_CHANGES:
                 changes.add_metric((endpoint.url, change), float(endpoint.gate_changes[change]))
     yield from (state, changes)

@@ -5,6 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_Found: TypeAlias = list[tuple[bytes, float]]  # labels and value of each sample of a series
 
 # Values of labels are quoted and may hold a brace. No part of this can match in two ways, so odd pages cost no more.
 _LABELS = rb'\{([^"}\n]*(?:"[^"\\\n]*(?:\\.[^"\\\n]*)*"[^"}\n]*)*)\}'
@@ -19,6 +25,16 @@ _WAITING, _RUNNING, _USAGE, _CACHE = (
 )
 _BLOCKS = re.compile(rb'(?:^|,)num_gpu_blocks="(\d{1,18})"')
 _SIZE = re.compile(rb'(?:^|,)block_size="(\d{1,18})"')
+_RANK = re.compile(rb'(?:^|,)engine="(\d{1,4})"')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankLoad:
+    """The load of one data-parallel rank, in the same terms as `Signals`."""
+
+    waiting: float
+    running: float
+    usage: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,8 +46,9 @@ class Signals:
         waiting: Requests that wait, for whatever reason (``vllm:num_requests_waiting``), summed over ranks.
         running: Requests that run, summed over ranks.
         usage: The share of GPU blocks in use, 0 to 1, the mean over ranks; None where the page does not say.
-        gpu_blocks: GPU blocks that the page lists, summed over its entries; None where it does not say.
+        gpu_blocks: GPU blocks of all ranks, which is what the page lists for each; None where it does not say.
         block_size: Tokens per block; None where the page does not say, or ranks differ.
+        ranks: The load of each data-parallel rank; empty unless the page names ranks, and the same ones throughout.
     """
 
     at: float
@@ -40,6 +57,7 @@ class Signals:
     usage: float | None = None
     gpu_blocks: int | None = None
     block_size: int | None = None
+    ranks: Mapping[int, RankLoad] = dataclasses.field(default_factory=dict)
 
 
 def parse(page: bytes, at: float) -> Signals | None:
@@ -53,10 +71,11 @@ def parse(page: bytes, at: float) -> Signals | None:
         The signals; None unless the page tells how many requests wait and run, in numbers that can be counts.
     """
     page = b"\n" + page
-    waiting, running = _sum(page, _WAITING), _sum(page, _RUNNING)
+    waits, runs, uses = (_samples(page, series) for series in (_WAITING, _RUNNING, _USAGE))
+    waiting, running = _sum(waits), _sum(runs)
     if waiting is None or running is None:
         return None
-    shares = [share for _, share in _samples(page, _USAGE)]
+    shares = [share for _, share in uses]
     usable = bool(shares) and all(0 <= share <= 1 for share in shares)
     configs = [labels for labels, _ in _samples(page, _CACHE)]
     blocks = [int(found.group(1)) for found in map(_BLOCKS.search, configs) if found]
@@ -66,18 +85,33 @@ def parse(page: bytes, at: float) -> Signals | None:
         waiting=waiting,
         running=running,
         usage=sum(shares) / len(shares) if usable else None,
-        gpu_blocks=sum(blocks) or None,
+        gpu_blocks=max(blocks, default=0) or None,
         block_size=next(iter(sizes)) or None if len(sizes) == 1 else None,
+        ranks=_by_rank(waits, runs, uses if usable else []),
     )
 
 
-def _sum(page: bytes, series: tuple[bytes, re.Pattern[bytes]]) -> float | None:
-    values = [value for _, value in _samples(page, series)]
+def _by_rank(waits: _Found, runs: _Found, uses: _Found) -> dict[int, RankLoad]:
+    """What waits, runs and is used on each rank; vLLM names it in the label ``engine``."""
+    waiting, running, usage = _ranked(waits), _ranked(runs), _ranked(uses)
+    if waiting.keys() != running.keys():
+        return {}
+    return {rank: RankLoad(count, running[rank], usage.get(rank)) for rank, count in waiting.items()}
+
+
+def _ranked(samples: _Found) -> dict[int, float]:
+    found = {int(match.group(1)): value for labels, value in samples if (match := _RANK.search(labels))}
+    # One sample for each rank, or it is not known what they are samples of.
+    return found if len(found) == len(samples) else {}
+
+
+def _sum(samples: _Found) -> float | None:
+    values = [value for _, value in samples]
     # A rank whose count cannot be read makes the sum too small, which is worse than none.
     return sum(values) if values and all(0 <= value < math.inf for value in values) else None
 
 
-def _samples(page: bytes, series: tuple[bytes, re.Pattern[bytes]]) -> list[tuple[bytes, float]]:
+def _samples(page: bytes, series: tuple[bytes, re.Pattern[bytes]]) -> _Found:
     """Labels and value of each sample of a series; a value that is no number is NaN.
 
     The name is looked for before the pattern is tried: that is ten times faster on a page of 65 kB.

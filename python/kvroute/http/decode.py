@@ -16,6 +16,7 @@ from kvroute.kv.held import Held
 from kvroute.kv.params import decode_params, read_handle
 from kvroute.kv.recipes import CLIENT_BODY
 from kvroute.plan.history import History
+from kvroute.plan.place import place_of
 from kvroute.plan.reuse import possible
 from kvroute.upstream import UpstreamError
 
@@ -63,9 +64,10 @@ class DecodeLeg:
         try:
             for endpoint in self._plan.targets[: self._gateway.settings.routing.connect_attempts]:
                 self._tried.append(endpoint)
-                with endpoint.flight("decode"):
+                rank = self._plan.rank(endpoint)
+                with endpoint.flight("decode", rank=rank):
                     try:
-                        return await self._on(endpoint)
+                        return await self._on(endpoint, rank)
                     except UpstreamError as error:
                         self._gateway.failed(endpoint, error)
                         if error.request_sent:
@@ -84,9 +86,9 @@ class DecodeLeg:
             raise self._gateway.answer_for(last)
         raise GatewayError(503, "no healthy decode engine can serve this request now", retry_after=1)
 
-    def _leave(self, endpoint: Endpoint) -> None:
+    def _leave(self, endpoint: Endpoint, rank: int | None) -> None:
         self._sent = True
-        note_sent(self._gateway, self._plan.question, endpoint)
+        note_sent(self._gateway, self._plan.question, endpoint, rank)
 
     def _abandon(self, *, free: bool) -> None:
         if self._handoff is None or self._prefilled.endpoint is None:
@@ -96,9 +98,10 @@ class DecodeLeg:
             self._gateway.releases.handoff(self._handoff, self._prefilled.endpoint, avoid=self._tried)
         self._handoff = None
 
-    async def _on(self, endpoint: Endpoint) -> web.StreamResponse:
+    async def _on(self, endpoint: Endpoint, rank: int | None) -> web.StreamResponse:
         gateway, incoming = self._gateway, self._incoming
         started = time.monotonic()
+        gateway.addressed(endpoint, rank)
         dead = self._why_dead(started)
         if dead is not None:
             gateway.metrics.handoffs.labels(dead).inc()
@@ -108,12 +111,12 @@ class DecodeLeg:
             endpoint.origin,
             "POST",
             incoming.target,
-            incoming.headers_for(endpoint),
+            incoming.headers_for(endpoint, rank),
             self._body(endpoint),
             timeouts=self._timeouts(started),
             # Blocks that one request may have read, and that may be freed by now, are not offered to another.
             replay=self._handoff is None,
-            on_send=lambda: self._leave(endpoint),
+            on_send=lambda: self._leave(endpoint, rank),
         )
         if self._handoff is not None:
             # From here the decode engine reads the blocks, or tells the prefill engine to free them.
@@ -134,12 +137,12 @@ class DecodeLeg:
                 # Clients may close when they have read `[DONE]`: the turn has ended well, and the engine holds blocks.
                 tap = exchange.tap
                 if exchange.status == 200 and tap is not None and tap.done:
-                    self._remember(endpoint, epoch, tap, started)
+                    self._remember(endpoint, rank, epoch, tap, started)
                 raise
         gateway.relayed(endpoint, relayed)
         if exchange.status == 200:
             self._remember(
-                endpoint, epoch, relayed.tap if relayed.outcome == "complete" else None, relayed.engine_ended
+                endpoint, rank, epoch, relayed.tap if relayed.outcome == "complete" else None, relayed.engine_ended
             )
         return relayed.response
 
@@ -194,11 +197,12 @@ class DecodeLeg:
         assert incoming.body is not None
         return ids_wanted(incoming.api, incoming.body)
 
-    def _remember(self, endpoint: Endpoint, epoch: int, tap: Tap | None, ended: float) -> None:
+    def _remember(self, endpoint: Endpoint, rank: int | None, epoch: int, tap: Tap | None, ended: float) -> None:
         """Store the new handle of a turn that ended well; anything else leaves none.
 
         Args:
             endpoint: The engine that made it.
+            rank: Its data-parallel rank that the turn was sent to, None where the engine picked it.
             epoch: That engine's epoch when it was called.
             tap: What its answer told, None when that broke off.
             ended: The earliest that the engine can have ended, on the monotonic clock.
@@ -216,7 +220,7 @@ class DecodeLeg:
             latest = ended + min(settings.ttl_seconds, engine_ttl * 15 / 16)
             deadline = latest if turn.proven else min(latest, ended + settings.unnamed_ttl_seconds)
             history = self._history(endpoint, handle)
-            held = Held(handle, endpoint.url, epoch, deadline, history, turn.proven, latest)
+            held = Held(handle, endpoint.url, epoch, deadline, history, turn.proven, latest, rank)
             gateway.ledger.pin(held, until=ended + engine_ttl)
             fate = "no_conversation" if not turn.continuable else "stored" if self._useful(held) else "unverifiable"
         if fate is not None:
@@ -224,7 +228,7 @@ class DecodeLeg:
         if held is not None and fate != "stored":
             gateway.releases.unused(held)
             held = None
-        turn.finish(endpoint.url, held, response_of(self._incoming, tap))
+        turn.finish(place_of(endpoint.url, rank), held, response_of(self._incoming, tap))
 
     def _useful(self, held: Held) -> bool:
         """Whether anything can come of a handle: it can be verified, or its turn can go straight to decode."""

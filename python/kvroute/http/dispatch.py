@@ -17,14 +17,14 @@ from kvroute.http.whole import serve_direct, serve_whole
 from kvroute.kv.names import names_of
 from kvroute.kv.params import Policy
 from kvroute.kv.turn import Turn
-from kvroute.plan.api import APIS, prompt_follows_output, whole_reason
+from kvroute.plan.api import APIS, BY_RANK, prompt_follows_output, whole_reason
 from kvroute.plan.direct import goes_direct
 from kvroute.plan.plan import make_plan
+from kvroute.plan.router import Candidate
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.kv.conversations import Store
     from kvroute.kv.held import Held
@@ -182,13 +182,17 @@ class Dispatcher:
         if model is not None and not self._gateway.fleet.knows(model):
             raise GatewayError(404, f"the model `{model[:200]}` is served by no engine", param="model")
 
-    def _direct(self, incoming: Incoming, held: Held | None) -> Endpoint | None:
+    def _direct(self, incoming: Incoming, held: Held | None) -> Candidate | None:
         limit = self._gateway.settings.pd.direct_max_uncached_tokens
         if held is None or held.history is None or incoming.body is None or not limit:
             return None
         decode = self._gateway.fleet.get(held.decode)
         uncached = held.history.uncached_tokens(incoming.body, incoming.context)
-        return decode if goes_direct(held, decode, uncached, limit=limit, now=time.monotonic()) else None
+        by_rank = incoming.api in BY_RANK
+        if not goes_direct(held, decode, uncached, limit=limit, now=time.monotonic(), by_rank=by_rank):
+            return None
+        assert decode is not None
+        return Candidate(decode, rank=held.rank if by_rank else None)
 
     async def _plan(self, incoming: Incoming, turn: Turn, *, direct: bool = True) -> Plan:
         whole: str | None = None
@@ -197,8 +201,8 @@ class Dispatcher:
             whole = (
                 whole_reason(incoming.api, body) if incoming.api is not None and body is not None else "not_generation"
             )
-        engine = self._direct(incoming, turn.held) if direct and whole is None else None
-        question = await ask(self._gateway, incoming, turn.claim.decode, direct=engine is not None)
+        chosen = self._direct(incoming, turn.held) if direct and whole is None else None
+        question = await ask(self._gateway, incoming, turn.claim.decode, direct=chosen is not None)
         return make_plan(
             self._gateway.router,
             question,
@@ -207,5 +211,5 @@ class Dispatcher:
             fallback=self._gateway.settings.pd.fallback,
             now=time.monotonic(),
             sealed=incoming.body is not None and prompt_follows_output(incoming.body),
-            direct=engine,
+            direct=chosen,
         )

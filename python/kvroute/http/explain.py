@@ -11,13 +11,15 @@ from aiohttp import web
 
 from kvroute.http.prediction import predict
 from kvroute.http.selective import decide
+from kvroute.plan.place import place_of, rank_of, url_of
+from kvroute.plan.router import load_of
 
 if TYPE_CHECKING:
-    from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
     from kvroute.kv.conversations import Claim
     from kvroute.plan.plan import Plan
+    from kvroute.plan.router import Candidate, Question
 
 
 def explain(gateway: Gateway, incoming: Incoming, plan: Plan, claim: Claim) -> dict[str, Any]:
@@ -43,7 +45,8 @@ def explain(gateway: Gateway, incoming: Incoming, plan: Plan, claim: Claim) -> d
         },
         "conversation": {
             "found_by": claim.match,
-            "last_decode": claim.decode,
+            "last_decode": url_of(claim.decode) if claim.decode is not None else None,
+            "last_rank": rank_of(claim.decode) if claim.decode is not None else None,
             "handle_tokens": claim.held.handle.tokens if claim.held is not None else None,
             "handle_seconds_left": round(claim.held.deadline - now, 1) if claim.held is not None else None,
             "uncached_tokens": claim.held.history.uncached_tokens(incoming.body, incoming.context)
@@ -55,10 +58,11 @@ def explain(gateway: Gateway, incoming: Incoming, plan: Plan, claim: Claim) -> d
         "candidates": [
             {
                 "endpoint": candidate.endpoint.url,
+                "rank": candidate.rank,
                 "role": candidate.endpoint.role,
                 "cost": _cost(candidate.cost.total, dataclasses.asdict(candidate.cost)) if candidate.cost else None,
                 "evidence": candidate.evidence,
-                **_engine(gateway, incoming, plan, candidate.endpoint, now),
+                **_engine(gateway, incoming, plan.question, candidate, now),
             }
             for candidate in plan.candidates
         ],
@@ -74,30 +78,34 @@ def _cost(total: float, parts: dict[str, float]) -> dict[str, float]:
     return {"total": round(total, 1), **{name: round(value, 1) for name, value in parts.items()}}
 
 
-def _engine(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint, now: float) -> dict[str, Any]:
-    question, signals = plan.question, endpoint.signals(now)
+def _engine(
+    gateway: Gateway, incoming: Incoming, question: Question, candidate: Candidate, now: float
+) -> dict[str, Any]:
+    endpoint, rank = candidate.endpoint, candidate.rank
+    place, signals, load = place_of(endpoint.url, rank), endpoint.signals(now), load_of(endpoint, now, rank)
+    heard = endpoint.hearing.ranks.get(rank) if rank is not None else endpoint.hearing
     described: dict[str, Any] = {
-        "in_flight": endpoint.load,
-        "in_flight_tokens": sum(endpoint.in_flight_tokens.values()),
-        "waiting": signals.waiting if signals is not None else None,
-        "running": signals.running if signals is not None else None,
-        "kv_usage": signals.usage if signals is not None else None,
+        "in_flight": load.requests,
+        "in_flight_tokens": load.tokens,
+        "waiting": load.waiting,
+        "running": load.running,
+        "kv_usage": load.kv_usage,
         "sample_age_seconds": round(now - signals.at, 2) if signals is not None else None,
-        "kv_events": endpoint.hearing.state,
-        "held_tokens": question.held.get(endpoint.url),
-        "guessed_share": round(question.guessed.get(endpoint.url, 0.0), 3),
+        "kv_events": heard.state if heard is not None else "off",
+        "held_tokens": question.held.get(place),
+        "guessed_share": round(question.guessed.get(place, 0.0), 3),
     }
     if endpoint.role == "decode":
         return described
-    applied = decide(gateway, incoming, plan, endpoint)
-    prediction = predict(incoming, question, endpoint, applied.policy)
+    applied = decide(gateway, incoming, question, endpoint, rank)
+    prediction = predict(incoming, question, endpoint, rank, applied.policy)
     described["predicted_cached_tokens"] = prediction.cached_tokens if prediction is not None else None
     if gateway.selective.active:
         described["selective_kv"] = {
             "reason": applied.reason,
             "external_tokens": applied.external_tokens,
             "gate": applied.gate,
-            "queue_mean": endpoint.gate.mean,
+            "queue_mean": endpoint.gate_of(rank).mean,
             "members": {name: raw.decode() for name, raw in applied.policy.members.items()},
         }
     return described

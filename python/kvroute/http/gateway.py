@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvroute.config import Settings
     from kvroute.fleet import Endpoint
     from kvroute.kv.held import Held
+    from kvroute.plan.place import Place
     from kvroute.upstream import Relayed
 
 _SWEEP_SECONDS = 1.0
@@ -129,9 +130,13 @@ class Gateway:
         """Who compares tokens before the prefill engine reads KV back."""
         return acting(prefill.capabilities, self.settings.conversations.verify)
 
-    def heard(self) -> set[str]:
-        """URLs of the engines whose KV events are heard without a gap."""
-        return {endpoint.url for endpoint in self.fleet.endpoints if endpoint.hearing.state == "live"}
+    def heard(self) -> set[Place]:
+        """Engines whose KV events are heard without a gap on all ranks, and each rank that is so heard."""
+        found: set[Place] = {endpoint.url for endpoint in self.fleet.endpoints if endpoint.hearing.state == "live"}
+        for endpoint in self.fleet.endpoints:
+            ranks = endpoint.hearing.ranks
+            found.update((endpoint.url, number) for number, rank in ranks.items() if rank.state == "live")
+        return found
 
     def _known(self, endpoint: Endpoint) -> None:
         wanted = endpoint.role == "prefill" and self.settings.conversations.enabled
@@ -168,6 +173,11 @@ class Gateway:
             await asyncio.sleep(_SWEEP_SECONDS)
             self.store.sweep()
             self.index.expire(time.monotonic())
+
+    def addressed(self, endpoint: Endpoint, rank: int | None) -> None:
+        """Note a request to an engine of several data-parallel ranks: the one that it names, or none."""
+        if rank is not None or endpoint.several_ranks:
+            self.metrics.rank_requests.labels(endpoint.url, "any" if rank is None else str(rank)).inc()
 
     def failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
         """Note a failed call to an engine: count it, and have the engine probed or taken out."""

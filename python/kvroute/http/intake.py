@@ -87,11 +87,18 @@ class Incoming:
             self._context = context_of(self.body)
         return self._context
 
-    def headers_for(self, endpoint: Endpoint) -> list[tuple[bytes, bytes]]:
-        """The request headers of one leg."""
+    def headers_for(self, endpoint: Endpoint, rank: int | None = None) -> list[tuple[bytes, bytes]]:
+        """The request headers of one leg.
+
+        Args:
+            endpoint: The engine.
+            rank: One of its `ranks` that the leg has to run on, None where the engine may pick one.
+        """
         drop = _OWN_HEADERS if self.keep_credentials and endpoint.api_key is None else _WITH_CREDENTIALS
         headers = forward_headers(self.request.raw_headers, drop=drop)
         headers.append((b"X-Request-Id", self.engine_request_id.encode()))
+        if rank is not None:
+            headers.append((b"X-data-parallel-rank", b"%d" % endpoint.ranks.index(rank)))
         trace = child_trace(self.request.headers.getall("traceparent", []))
         if trace is not None:
             headers.append((b"traceparent", trace))

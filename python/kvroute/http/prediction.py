@@ -46,20 +46,23 @@ class Prediction:
             count.compare(self.cached_tokens, tap.cached_tokens)
 
 
-def predict(incoming: Incoming, question: Question, endpoint: Endpoint, policy: Policy) -> Prediction | None:
+def predict(
+    incoming: Incoming, question: Question, endpoint: Endpoint, rank: int | None, policy: Policy
+) -> Prediction | None:
     """Predict for one engine.
 
     Args:
         incoming: The request.
         question: What is known of it.
         endpoint: The engine.
+        rank: The data-parallel rank that the request is for, None where the engine picks one.
         policy: What it is told about loads.
 
     Returns:
         None where the index does not speak for the engine, and where the answer would not tell: of several prompts or
         choices vLLM's usage has the count of one, and a prompt that is to be scored is computed whole.
     """
-    held = known(question, endpoint) if len(question.prompts) == 1 else None
+    held = known(question, endpoint, rank) if len(question.prompts) == 1 else None
     if held is None or incoming.api is None or incoming.body is None or whole_reason(incoming.api, incoming.body):
         return None
     params = orjson.loads(b"{%b}" % policy.text())

@@ -133,19 +133,21 @@ class PrefillLeg:
                 the prompt on decode instead would only move the crowd there.
         """
         gateway, incoming = self._gateway, self._incoming
-        body = self._body(endpoint, offer)
+        rank = self._plan.rank(endpoint)
+        body = self._body(endpoint, rank, offer)
         epoch = endpoint.epoch
         started = time.monotonic()
-        with endpoint.flight("prefill", self._plan.work(endpoint)):
+        gateway.addressed(endpoint, rank)
+        with endpoint.flight("prefill", self._plan.work(endpoint), rank):
             exchange = await gateway.pool.send(
                 endpoint.origin,
                 "POST",
                 incoming.target,
-                incoming.headers_for(endpoint),
+                incoming.headers_for(endpoint, rank),
                 body,
                 # A handle is spent once it is sent: the same one twice has answered 200 with other text.
                 replay=offer is None or offer.action == "drop",
-                on_send=lambda: self._leave(endpoint, offer),
+                on_send=lambda: self._leave(endpoint, rank, offer),
             )
             async with exchange:
                 status = exchange.status
@@ -192,15 +194,15 @@ class PrefillLeg:
             verify=self._gateway.settings.conversations.verify,
         )
 
-    def _body(self, endpoint: Endpoint, offer: Offer | None) -> bytes:
+    def _body(self, endpoint: Endpoint, rank: int | None, offer: Offer | None) -> bytes:
         incoming = self._incoming
         assert incoming.api is not None
         assert incoming.body is not None
         recipe = RECIPES[incoming.api]
-        policy = leg_policy(self._gateway, incoming, self._plan, endpoint)
+        policy = leg_policy(self._gateway, incoming, self._plan.question, endpoint, rank)
         # What is read back comes from the decode engine, and counts as cached.
         reads = offer is not None and offer.action == "read"
-        self._prediction = None if reads else predict(incoming, self._plan.question, endpoint, policy)
+        self._prediction = None if reads else predict(incoming, self._plan.question, endpoint, rank, policy)
         self._asked_prompt = (offer is not None and offer.prompt is not None) or self._prompt_wanted(endpoint)
         if offer is None or offer.action == "drop":
             return recipe.apply(incoming.body, prefill_params(policy), token_ids=self._asked_prompt)
@@ -288,8 +290,8 @@ class PrefillLeg:
         )
         self._gateway.releases.handoff(handoff, endpoint, avoid=())
 
-    def _leave(self, endpoint: Endpoint, offer: Offer | None) -> None:
-        note_sent(self._gateway, self._plan.question, endpoint)
+    def _leave(self, endpoint: Endpoint, rank: int | None, offer: Offer | None) -> None:
+        note_sent(self._gateway, self._plan.question, endpoint, rank)
         self._spend(offer)
 
     def _spend(self, offer: Offer | None) -> None:

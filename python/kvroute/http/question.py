@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvroute.http.holders import note_holders, note_session
 from kvroute.kv.salt import SaltError, cache_salt
+from kvroute.plan.api import BY_RANK
+from kvroute.plan.place import place_of, url_of
 from kvroute.plan.recent import Prefixes
 from kvroute.plan.router import Question
 from kvroute.plan.scoring import SPECULATIVE
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
+    from kvroute.plan.place import Place
     from kvroute.plan.scoring import Tiers
     from kvroute.tokens import Tokens
 
@@ -30,18 +33,18 @@ _BYTES_PER_TOKEN = 4
 _ASSUMED_SECONDS = 10.0
 
 
-async def ask(gateway: Gateway, incoming: Incoming, session: str | None, *, direct: bool = False) -> Question:
+async def ask(gateway: Gateway, incoming: Incoming, session: Place | None, *, direct: bool = False) -> Question:
     """Put a request's question together.
 
     Args:
         gateway: The gateway.
         incoming: The request.
-        session: URL of the engine that served the conversation's last turn.
+        session: The engine, or its rank, that served the conversation's last turn.
         direct: The engine is known already: prompts are not counted, since nothing is chosen by their tokens.
     """
     body, policy = incoming.body, gateway.router.policy
-    note_session(gateway, session)
-    question = Question(model=incoming.model, session=session)
+    note_session(gateway, url_of(session) if session is not None else None)
+    question = Question(model=incoming.model, session=session, by_rank=incoming.api in BY_RANK)
     if body is None or incoming.api is None:
         return question
     if policy in {"prefix_affinity", "consistent_hash"}:
@@ -94,22 +97,23 @@ async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> list[Toke
         return None  # counted there; routing goes on by load, by session and by where the text was sent
 
 
-def _held(gateway: Gateway, question: Question) -> Mapping[str, Sequence[Tiers]]:
-    """What each engine that is heard has of each prompt.
+def _held(gateway: Gateway, question: Question) -> Mapping[Place, Sequence[Tiers]]:
+    """What each engine that is heard has of each prompt, and each of its data-parallel ranks.
 
-    Of several data-parallel ranks the one that has most counts, since the engine may pick it; for a decision about
-    loads, which may meet another rank, there is then no evidence.
+    Of an engine as a whole the rank that has most counts, since the engine may pick it; for a decision about loads,
+    which may meet another rank, there is then no evidence.
     """
     matched = [gateway.index.match(ids, lora=question.lora, cache_salt=question.salt) for ids in question.prompts]
     note_holders(gateway, matched[0])
     heard = gateway.heard()
-    held: dict[str, Sequence[Tiers]] = {}
+    held: dict[Place, Sequence[Tiers]] = {}
     # An engine may come or go between two matches.
     for url, rank in set(matched[0]).intersection(*matched[1:]):
-        if url in heard:
-            tiers = [found[url, rank] for found in matched]
-            if url not in held or _most(tiers) > _most(held[url]):
-                held[url] = tiers
+        tiers = [found[url, rank] for found in matched]
+        if (url, rank) in heard:
+            held[url, rank] = tiers
+        if url in heard and (url not in held or _most(tiers) > _most(held[url])):
+            held[url] = tiers
     return held
 
 
@@ -117,13 +121,32 @@ def _most(held: Sequence[Tiers]) -> int:
     return sum(max(tiers.values(), default=0) for tiers in held)
 
 
-def note_sent(gateway: Gateway, question: Question, endpoint: Endpoint) -> None:
-    """Remember that prompts are on their way to an engine, which will have them for a while: a guess, no evidence."""
-    gateway.recent.note(question.prefixes, endpoint.url)
-    if endpoint.hearing.state == "live" and len(endpoint.hearing.ranks) == 1:
+def note_sent(gateway: Gateway, question: Question, endpoint: Endpoint, rank: int | None) -> None:
+    """Remember that prompts are on their way to an engine, which will have them for a while: a guess, no evidence.
+
+    Args:
+        gateway: The gateway.
+        question: What is known of the prompts.
+        endpoint: The engine.
+        rank: The data-parallel rank that they are sent to, None where the engine picks one.
+    """
+    gateway.recent.note(question.prefixes, place_of(endpoint.url, rank))
+    meets = _meets(endpoint, rank)
+    if meets is not None:
         until = time.monotonic() + _ASSUMED_SECONDS
         for ids in question.prompts:
-            gateway.index.assume(endpoint.url, 0, ids, until=until, lora=question.lora, cache_salt=question.salt)
+            gateway.index.assume(endpoint.url, meets, ids, until=until, lora=question.lora, cache_salt=question.salt)
+
+
+def _meets(endpoint: Endpoint, rank: int | None) -> int | None:
+    """The rank, by its number in events, that a request meets; None where that or its events are not known.
+
+    The one rank of an endpoint may have any number: of several engines that share a model each has its own.
+    """
+    ranks = endpoint.hearing.ranks
+    if rank is None and len(ranks) == 1:
+        rank = next(iter(ranks))
+    return rank if rank in ranks and ranks[rank].state == "live" else None
 
 
 def _adapter(gateway: Gateway, model: str | None) -> str | None:
@@ -133,22 +156,29 @@ def _adapter(gateway: Gateway, model: str | None) -> str | None:
     return model if any(entry.get("parent") is not None for entry in entries) else None
 
 
-def known(question: Question, endpoint: Endpoint) -> list[Tiers] | None:
+def known(question: Question, endpoint: Endpoint, rank: int | None) -> list[Tiers] | None:
     """What the index knows that an engine has of each prompt, without what is only assumed; None when it may be wrong.
 
-    Of several data-parallel ranks any may get the request: then nothing is known.
+    Where the engine picks one of several data-parallel ranks any may get the request: then nothing is known.
+
+    Args:
+        question: What is known of the prompts.
+        endpoint: The engine.
+        rank: The data-parallel rank that the request is for, None where the engine picks one.
     """
-    held, hearing = question.held.get(endpoint.url), endpoint.hearing
-    if held is None or hearing.state != "live" or len(hearing.ranks) != 1:
+    meets = _meets(endpoint, rank)
+    held = question.held.get((endpoint.url, meets)) if meets is not None else None
+    if held is None:
         return None
     return [{tier: tokens for tier, tokens in tiers.items() if tier != SPECULATIVE} for tiers in held]
 
 
-def evidence(question: Question, endpoint: Endpoint) -> list[Tiers] | None:
+def evidence(question: Question, endpoint: Endpoint, rank: int | None) -> list[Tiers] | None:
     """What is known for sure of the prompts on the engine that would load; None when that is nothing.
 
     An engine whose events were not heard from its start on may hold more than the index says.
     """
-    if not all(rank.whole for rank in endpoint.hearing.ranks.values()):
+    meets = _meets(endpoint, rank)
+    if meets is None or not endpoint.hearing.ranks[meets].whole:
         return None
-    return known(question, endpoint)
+    return known(question, endpoint, rank)

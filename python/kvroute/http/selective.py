@@ -13,24 +13,26 @@ if TYPE_CHECKING:
     from kvroute.http.intake import Incoming
     from kvroute.kv.params import Policy
     from kvroute.kv.selective import Applied
-    from kvroute.plan.plan import Plan
+    from kvroute.plan.router import Question
 
 
-def decide(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> Applied:
-    """What the policy decides for a request on one engine."""
-    question = plan.question
+def decide(gateway: Gateway, incoming: Incoming, question: Question, endpoint: Endpoint, rank: int | None) -> Applied:
+    """What the policy decides for a request on one engine, or on one data-parallel rank of it."""
     return gateway.selective.apply(
         incoming.policy,
         endpoint,
-        evidence(question, endpoint),
+        evidence(question, endpoint, rank),
         lengths=question.lengths if question.prompts else None,
         now=time.monotonic(),
+        rank=rank,
     )
 
 
-def leg_policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> Policy:
+def leg_policy(
+    gateway: Gateway, incoming: Incoming, question: Question, endpoint: Endpoint, rank: int | None
+) -> Policy:
     """What the engine that will load gets of policy members: the client's, after the configured policy."""
-    applied = decide(gateway, incoming, plan, endpoint)
+    applied = decide(gateway, incoming, question, endpoint, rank)
     gateway.metrics.selective.labels(applied.reason).inc()
     if applied.external_tokens is not None:
         gateway.metrics.external_tokens.observe(applied.external_tokens)

@@ -12,13 +12,14 @@ from kvroute.http.question import note_sent
 from kvroute.http.selective import leg_policy
 from kvroute.kv.params import Policy, aggregated_params
 from kvroute.kv.recipes import CLIENT_BODY
+from kvroute.plan.place import place_of
 from kvroute.upstream import UpstreamError
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from kvroute.fleet import Endpoint
-    from kvroute.fleet.endpoint import Flight
+    from kvroute.fleet.flights import Flight
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
     from kvroute.kv.turn import Turn
@@ -36,9 +37,10 @@ async def serve_whole(gateway: Gateway, incoming: Incoming, plan: Plan, turn: Tu
     """
     last: UpstreamError | None = None
     for endpoint in plan.targets[: gateway.settings.routing.connect_attempts]:
-        with endpoint.flight("whole", plan.work(endpoint)) as flight:
+        rank = plan.rank(endpoint)
+        with endpoint.flight("whole", plan.work(endpoint), rank) as flight:
             try:
-                return await _on(gateway, incoming, plan, turn, endpoint, flight)
+                return await _on(gateway, incoming, plan, turn, endpoint, rank, flight)
             except UpstreamError as error:
                 gateway.failed(endpoint, error)
                 if error.request_sent:
@@ -61,9 +63,10 @@ async def serve_direct(gateway: Gateway, incoming: Incoming, plan: Plan, turn: T
         GatewayError: When the engine failed before its first byte.
     """
     endpoint = plan.targets[0]
-    with endpoint.flight("whole") as flight:
+    rank = plan.rank(endpoint)
+    with endpoint.flight("whole", rank=rank) as flight:
         try:
-            return await _on(gateway, incoming, plan, turn, endpoint, flight)
+            return await _on(gateway, incoming, plan, turn, endpoint, rank, flight)
         except UpstreamError as error:
             gateway.failed(endpoint, error)
             if error.request_sent:
@@ -72,18 +75,19 @@ async def serve_direct(gateway: Gateway, incoming: Incoming, plan: Plan, turn: T
 
 
 async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
-    gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint, flight: Flight
+    gateway: Gateway, incoming: Incoming, plan: Plan, turn: Turn, endpoint: Endpoint, rank: int | None, flight: Flight
 ) -> web.StreamResponse:
     started = time.monotonic()
-    policy = _policy(gateway, incoming, plan, endpoint)
-    prediction = predict(incoming, plan.question, endpoint, policy)
+    gateway.addressed(endpoint, rank)
+    policy = _policy(gateway, incoming, plan, endpoint, rank)
+    prediction = predict(incoming, plan.question, endpoint, rank, policy)
     exchange = await gateway.pool.send(
         endpoint.origin,
         incoming.request.method,
         incoming.target,
-        incoming.headers_for(endpoint),
+        incoming.headers_for(endpoint, rank),
         _body(incoming, endpoint, policy),
-        on_send=lambda: note_sent(gateway, plan.question, endpoint),
+        on_send=lambda: note_sent(gateway, plan.question, endpoint, rank),
     )
 
     def began() -> None:
@@ -105,11 +109,11 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
         if plan.reason == "stored_response" and turn.held is not None:
             # It goes on by the ids of responses, on this engine, which needs no handle for that.
             gateway.give_up(turn.spend(), "ended")
-        turn.finish(endpoint.url, None, response_of(incoming, relayed.tap))
+        turn.finish(place_of(endpoint.url, rank), None, response_of(incoming, relayed.tap))
     return relayed.response
 
 
-def _policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint) -> Policy:
+def _policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint, rank: int | None) -> Policy:
     """What the engine is told about loads and offloads."""
     if _bidirectional(endpoint):
         if incoming.api is not None and gateway.selective.active:
@@ -117,7 +121,7 @@ def _policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint
         return Policy()
     if incoming.api is None:
         return incoming.policy  # nothing is generated, so nothing is loaded
-    return leg_policy(gateway, incoming, plan, endpoint)
+    return leg_policy(gateway, incoming, plan.question, endpoint, rank)
 
 
 def _body(incoming: Incoming, endpoint: Endpoint, policy: Policy) -> bytes:

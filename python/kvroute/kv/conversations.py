@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvroute.kv.names import Name, Names
+    from kvroute.plan.place import Place
 
 _NAMES = 8  # of one entry: ids of responses, the last of which is the one that is continued
 _PREFIXES = 2  # of those, of its message list: the last turn's, and the turn's before, which is where a branch begins
@@ -46,7 +47,7 @@ class Claim:
 
     Attributes:
         held: The handle, which nobody else gets.
-        decode: URL of the decode engine that served the last turn.
+        decode: The decode engine that served the last turn, and its data-parallel rank if that was chosen.
         expired: There was a handle, which is too old.
         match: How the conversation was found: by a name of its own, by its whole message list (the same question
             again), or by the beginning of it; None when it was not.
@@ -54,7 +55,7 @@ class Claim:
     """
 
     held: Held | None = None
-    decode: str | None = None
+    decode: Place | None = None
     expired: bool = False
     match: Match | None = None
     entry: object | None = None
@@ -67,7 +68,7 @@ class Store(Protocol):
         """Take the conversation's handle; at most one caller ever gets it."""
 
     def put(
-        self, names: Names, claim: Claim, decode: str, held: Held | None, *, response: str | None = None, again: bool
+        self, names: Names, claim: Claim, decode: Place, held: Held | None, *, response: str | None = None, again: bool
     ) -> None:
         """Remember a turn's end."""
 
@@ -99,7 +100,7 @@ class _Entry:
     __slots__ = ("decode", "expired", "held", "lasting", "lent", "names", "prefixes", "touched")
 
     def __init__(self) -> None:
-        self.decode = ""
+        self.decode: Place = ""
         self.held: Held | None = None
         self.expired = False
         self.lent = False
@@ -192,14 +193,14 @@ class MemoryStore:
         return Claim(None, decode, entry.expired, match, entry)
 
     def put(
-        self, names: Names, claim: Claim, decode: str, held: Held | None, *, response: str | None = None, again: bool
+        self, names: Names, claim: Claim, decode: Place, held: Held | None, *, response: str | None = None, again: bool
     ) -> None:
         """Remember where a finished turn's KV lies; a turn without a handle replaces none.
 
         Args:
             names: The request's.
             claim: What it claimed.
-            decode: URL of the engine that served it.
+            decode: The engine that served it, and its rank if that was chosen.
             held: The handle that it left.
             response: The id under which the next request to ``/v1/responses`` may continue it.
             again: Whether the claimed handle was sent nowhere and comes back.

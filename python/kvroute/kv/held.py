@@ -24,6 +24,7 @@ class Held:
         history: What the turn looked like, None when that is not known.
         proven: Whether its conversation has gone on before, or has an id, which is a promise to go on.
         proven_deadline: The deadline from when it is proven; None: the same.
+        rank: The data-parallel rank of the engine that the turn was sent to; None where the engine picked it.
     """
 
     handle: Handle
@@ -33,6 +34,7 @@ class Held:
     history: History | None = None
     proven: bool = True
     proven_deadline: float | None = None
+    rank: int | None = None
 
     def prove(self) -> None:
         """Note that the conversation went on; only while the handle is on no shelf."""

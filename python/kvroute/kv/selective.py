@@ -68,6 +68,7 @@ class Selective:
         *,
         lengths: Sequence[int] | None = None,
         now: float,
+        rank: int | None = None,
     ) -> Applied:
         """Decide for the engine that will load: the chosen one, or the prefill engine of two legs.
 
@@ -77,11 +78,12 @@ class Selective:
             prompts: What the index knows that it has of each prompt, by tier; None for no evidence.
             lengths: The prompts' tokens.
             now: Monotonic seconds.
+            rank: The data-parallel rank that the request is for, whose own queue then counts.
         """
         if self._policy is None:
             return Applied(client)
         asked = orjson.loads(b"{%b}" % client.text())
-        decision = self._policy.decide(prompts, gate=endpoint.gate, now=now, client=asked, lengths=lengths)
+        decision = self._policy.decide(prompts, gate=endpoint.gate_of(rank), now=now, client=asked, lengths=lengths)
         edits = decision.edits
         reason: str = decision.reason
         if edits.get("max_load_tokens", 1) == 0:
@@ -91,12 +93,10 @@ class Selective:
 
 def ineffective(endpoint: Endpoint) -> str | None:
     """Why an engine would not heed ``max_load_tokens``: its release is too old, or is not known; None when it does."""
-    version = endpoint.capabilities.version
-    try:
-        major, minor = (int(part) for part in (version or "").split(".")[:2])
-    except ValueError:
+    release = endpoint.capabilities.release
+    if release is None:
         return "engine_unknown"
-    return None if (major, minor) >= _FIRST_RELEASE else "engine_too_old"
+    return None if release >= _FIRST_RELEASE else "engine_too_old"
 
 
 def _edited(client: Policy, edits: Mapping[str, int | None]) -> Policy:

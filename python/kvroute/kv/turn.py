@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvroute.kv.conversations import Store
     from kvroute.kv.held import Held
     from kvroute.kv.names import Names
+    from kvroute.plan.place import Place
 
 
 class Turn:
@@ -63,13 +64,13 @@ class Turn:
         self.spent = held
         return held
 
-    def finish(self, decode: str, held: Held | None, response: str | None = None) -> None:
+    def finish(self, decode: Place, held: Held | None, response: str | None = None) -> None:
         """Remember the turn's end.
 
         Without a new handle, what was claimed and sent nowhere is still good, and goes back at the end of the context.
 
         Args:
-            decode: URL of the engine that served it.
+            decode: The engine that served it, and its data-parallel rank if that was chosen.
             held: The handle that it left.
             response: The id that the engine gave a response, None on other APIs.
         """

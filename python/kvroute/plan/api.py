@@ -18,6 +18,9 @@ APIS: dict[str, Api] = {
 TOKENIZABLE: frozenset[Api] = frozenset({"chat", "completions"})
 """The APIs whose prompts can be had as tokens, from ``/tokenize`` and from answers; others' only the engine knows."""
 
+BY_RANK: frozenset[Api] = frozenset({"chat", "completions", "messages"})
+"""The APIs on which vLLM 0.32 heeds ``X-data-parallel-rank``; ``/v1/responses`` does not read it."""
+
 WholeReason = Literal[
     "several_choices",
     "several_prompts",

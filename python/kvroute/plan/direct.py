@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from kvroute.kv.held import Held
 
 
-def goes_direct(held: Held, decode: Endpoint | None, uncached: int | None, *, limit: int, now: float) -> bool:
+def goes_direct(
+    held: Held, decode: Endpoint | None, uncached: int | None, *, limit: int, now: float, by_rank: bool = False
+) -> bool:
     """Decide for one turn.
 
     Args:
@@ -33,9 +35,22 @@ def goes_direct(held: Held, decode: Endpoint | None, uncached: int | None, *, li
         uncached: Estimate of the tokens that it would have to compute, None when that is not known.
         limit: The setting ``pd.direct_max_uncached_tokens``.
         now: Monotonic seconds.
+        by_rank: Whether the request's API lets the gateway choose the data-parallel rank. Where it does not, or the
+            rank that holds the blocks is not known, another one might get the request, and compute all of it.
     """
     if uncached is None or decode is None or not decode.healthy or decode.epoch != held.epoch or now >= held.deadline:
         return False
+    rank = held.rank if by_rank and held.rank in decode.ranks else None
+    if rank is None and decode.several_ranks:
+        return False
+    return decode.capabilities.prefix_caching is True and uncached * (1 + _queue(decode, rank, now)) <= limit
+
+
+def _queue(decode: Endpoint, rank: int | None, now: float) -> float:
+    """Turns that compute before this one or beside it, on the engine or on the rank that it goes to."""
     signals = decode.signals(now)
-    queue = max(decode.in_flight["whole"], signals.waiting if signals is not None else 0)
-    return decode.capabilities.prefix_caching is True and uncached * (1 + queue) <= limit
+    if rank is None:
+        return max(decode.in_flight["whole"], signals.waiting if signals is not None else 0.0)
+    flights = decode.rank_flights.get(rank)
+    running = flights.requests["whole"] if flights is not None else 0
+    return max(running, signals.ranks.get(rank, signals).waiting if signals is not None else 0.0)

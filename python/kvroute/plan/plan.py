@@ -27,7 +27,8 @@ class Plan:
         targets: Engines for the decode leg or the whole request, the chosen one first; empty when none is healthy.
         prefills: Engines for the prefill leg, the chosen one first; empty unless disaggregated.
         reason: Why a disaggregated fleet serves the request whole; None otherwise.
-        candidates: All engines that were weighed, with their costs.
+        candidates: All engines that were weighed, and their data-parallel ranks, with their costs; of one role the best
+            first.
         question: What the choice rested on.
     """
 
@@ -40,10 +41,19 @@ class Plan:
 
     def work(self, endpoint: Endpoint) -> int:
         """Prompt tokens that the engine is expected to compute, 0 when that is not known."""
-        for candidate in self.candidates:
-            if candidate.endpoint is endpoint and candidate.cost is not None:
-                return max(0, round(candidate.cost.compute))
-        return 0
+        chosen = self._chosen(endpoint)
+        return max(0, round(chosen.cost.compute)) if chosen is not None and chosen.cost is not None else 0
+
+    def rank(self, endpoint: Endpoint) -> int | None:
+        """The data-parallel rank of an engine that the request is for; None where the engine picks one.
+
+        Asked when the request leaves: a rank that the engine was last known to have may be gone since.
+        """
+        chosen = self._chosen(endpoint)
+        return chosen.rank if chosen is not None and chosen.rank in endpoint.ranks else None
+
+    def _chosen(self, endpoint: Endpoint) -> Candidate | None:
+        return next((candidate for candidate in self.candidates if candidate.endpoint is endpoint), None)
 
 
 def make_plan(
@@ -55,7 +65,7 @@ def make_plan(
     fallback: str,
     now: float,
     sealed: bool = False,
-    direct: Endpoint | None = None,
+    direct: Candidate | None = None,
 ) -> Plan:
     """Plan one request.
 
@@ -67,15 +77,16 @@ def make_plan(
         fallback: The setting ``pd.fallback``.
         now: Monotonic seconds.
         sealed: The legs' prompts may differ (`kvroute.plan.api.prompt_follows_output`).
-        direct: The decode engine by which the turn skips prefill, see `kvroute.plan.direct`.
+        direct: The decode engine, and its rank, by which the turn skips prefill; see `kvroute.plan.direct`.
     """
     if direct is not None and whole is None:
-        return Plan("direct", (direct,), question=question)
+        return Plan("direct", (direct.endpoint,), candidates=(direct,), question=question)
     targets = router.rank("decode" if disaggregated else "both", question, now)
 
     def planned(mode: Mode, prefills: Sequence[Candidate] = (), reason: str | None = None) -> Plan:
-        first = [candidate.endpoint for candidate in prefills]
-        second = [candidate.endpoint for candidate in targets]
+        # An engine stands there once, however many ranks it has: a connection that fails does so for all of them.
+        first = list(dict.fromkeys(candidate.endpoint for candidate in prefills))
+        second = list(dict.fromkeys(candidate.endpoint for candidate in targets))
         able = [engine for engine in second if all(hands_over(prefill, engine, sealed=sealed) for prefill in first)]
         return Plan(mode, tuple(able), tuple(first), reason, (*prefills, *targets), question)
 

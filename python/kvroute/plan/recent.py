@@ -12,16 +12,19 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from kvroute.plan.place import url_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from kvroute._core import Body
+    from kvroute.plan.place import Place
 
 CHUNK_BYTES = 1024
 """Of a prompt that is one text: as fine as it is cut."""
 
 _MAX_KEYS = 512  # of one request; what lies beyond changes no choice
-_MAX_ENGINES = 8  # per prefix: a system prompt that every engine has decides nothing
+_MAX_PLACES = 8  # per prefix: a system prompt that every engine has decides nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,48 +84,51 @@ class Recent:
         self._ttl = ttl
         self._confirm = confirm
         self._clock = clock
-        self._engines: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+        self._places: OrderedDict[bytes, dict[Place, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._engines)
+        return len(self._places)
 
-    def note(self, prefixes: Prefixes, engine: str) -> None:
-        """A request with these prefixes went to ``engine``."""
+    def note(self, prefixes: Prefixes, place: Place) -> None:
+        """A request with these prefixes went to an engine, or to one rank of it."""
         now = self._clock()
         for key in prefixes.keys:
-            engines = self._engines.setdefault(key, {})
-            engines.pop(engine, None)
-            engines[engine] = now
-            if len(engines) > _MAX_ENGINES:
-                del engines[next(iter(engines))]
-            self._engines.move_to_end(key)
-        while len(self._engines) > self._max_entries:
-            self._engines.popitem(last=False)
+            places = self._places.setdefault(key, {})
+            places.pop(place, None)
+            places[place] = now
+            if len(places) > _MAX_PLACES:
+                del places[next(iter(places))]
+            self._places.move_to_end(key)
+        while len(self._places) > self._max_entries:
+            self._places.popitem(last=False)
 
-    def match(self, prefixes: Prefixes, heard: Collection[str] = ()) -> dict[str, float]:
-        """The share of this text that went to each engine lately, 0 to 1; engines that got none of it are not there.
+    def match(self, prefixes: Prefixes, heard: Collection[Place] = ()) -> dict[Place, float]:
+        """The share of this text that went to each place lately, 0 to 1; places that got none of it are not there.
+
+        What one rank of an engine got, the engine has got as well, for a request whose rank the engine will pick.
 
         Args:
             prefixes: The request's.
-            heard: Engines whose KV events are heard without a gap.
+            heard: Places whose KV events are heard without a gap.
         """
         now = self._clock()
-        found: dict[str, float] = {}
+        found: dict[Place, float] = {}
         for key, share in zip(prefixes.keys, prefixes.shares, strict=True):
-            engines = self._engines.get(key)
-            if engines is None:
+            places = self._places.get(key)
+            if places is None:
                 break
-            for engine, routed in engines.items():
-                if now - routed < (self._confirm if engine in heard else self._ttl):
-                    found[engine] = share
+            for place, routed in places.items():
+                if now - routed < (self._confirm if place in heard else self._ttl):
+                    found[place] = found[url_of(place)] = share
         return found
 
     def forget(self, engine: str) -> None:
-        """The engine restarted or left: it has nothing any more."""
+        """The engine of that URL restarted or left: it has nothing any more, on no rank."""
         emptied = []
-        for key, engines in self._engines.items():
-            engines.pop(engine, None)
-            if not engines:
+        for key, places in self._places.items():
+            for place in [place for place in places if url_of(place) == engine]:
+                del places[place]
+            if not places:
                 emptied.append(key)
         for key in emptied:
-            del self._engines[key]
+            del self._places[key]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from kvroute.plan.hashing import rendezvous
+from kvroute.plan.place import place_of, rank_of, url_of
 from kvroute.plan.recent import NO_PREFIXES
 from kvroute.plan.scoring import GPU, Cost, Load, Weights, cost_of, spread
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvroute.config import Role
     from kvroute.fleet import Endpoint, Fleet
+    from kvroute.plan.place import Place
     from kvroute.plan.recent import Prefixes
     from kvroute.plan.scoring import Tiers
 
@@ -35,12 +37,13 @@ class Question:
         prompts: Each prompt's tokens as little-endian u32s; empty when they are not known.
         lora: Name of the adapter that is asked for, where the model is one.
         salt: The request's ``cache_salt``.
-        held: What the index knows that each engine has of each prompt, by URL; an engine that is not there is not
-            known.
-        guessed: Share of the request's text that lately went to each engine, by URL.
-        session: URL of the engine of this role that served the conversation's last turn.
+        held: What the index knows that each engine has of each prompt, by URL, and each data-parallel rank; what is not
+            there is not known.
+        guessed: Share of the request's text that lately went to each engine, by URL, and to each rank.
+        session: The engine of this role, or the rank, that served the conversation's last turn.
         key: What requests of one conversation, or with one beginning, have in common.
         prefixes: What is remembered of the text once it went somewhere.
+        by_rank: Whether its API lets the gateway choose the data-parallel rank.
     """
 
     model: str | None = None
@@ -48,11 +51,12 @@ class Question:
     prompts: Sequence[bytes] = ()
     lora: str | None = None
     salt: str | None = None
-    held: Mapping[str, Sequence[Tiers]] = dataclasses.field(default_factory=dict)
-    guessed: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    session: str | None = None
+    held: Mapping[Place, Sequence[Tiers]] = dataclasses.field(default_factory=dict)
+    guessed: Mapping[Place, float] = dataclasses.field(default_factory=dict)
+    session: Place | None = None
     key: bytes = b""
     prefixes: Prefixes = NO_PREFIXES
+    by_rank: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -65,10 +69,11 @@ NO_QUESTION = Question()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """An engine and what speaks for or against it.
+    """An engine, or one data-parallel rank of it, and what speaks for or against it.
 
     Attributes:
         endpoint: The engine.
+        rank: The rank, None where the engine is one or picks it itself.
         cost: Under ``prefix_affinity`` and ``least_loaded``; None where the policy asks for none.
         evidence: Where the cached tokens are known from: ``index``, ``guess``, or ``none``.
     """
@@ -76,6 +81,7 @@ class Candidate:
     endpoint: Endpoint
     cost: Cost | None = None
     evidence: Literal["index", "guess", "none"] = "none"
+    rank: int | None = None
 
 
 class Router:
@@ -98,7 +104,7 @@ class Router:
         self._turns: dict[tuple[Role, str | None], int] = {}
 
     def rank(self, role: Role, question: Question, now: float) -> list[Candidate]:
-        """Healthy engines of a role that serve the model, the best first.
+        """Healthy engines of a role that serve the model, the best first; ranks apart where they can be chosen.
 
         The first is the policy's choice; the rest are where a failed connection goes next.
 
@@ -111,11 +117,18 @@ class Router:
         turn = self._turn(role, question.model)
         match self.policy:
             case "round_robin":
-                start = turn % max(1, len(engines))
-                return [Candidate(engine) for engine in engines[start:] + engines[:start]]
+                rounds, start = divmod(turn, max(1, len(engines)))
+                return [
+                    Candidate(engine, rank=ranks[rounds % len(ranks)])
+                    for engine in engines[start:] + engines[:start]
+                    if (ranks := _ranks(engine, question))
+                ]
             case "consistent_hash":
                 by_url = {engine.url: engine for engine in engines}
-                return [Candidate(by_url[url]) for url in rendezvous(question.key, list(by_url))]
+                return [
+                    Candidate(by_url[url], rank=_hashed(by_url[url], question))
+                    for url in rendezvous(question.key, list(by_url))
+                ]
             case "least_loaded":
                 blank = dataclasses.replace(question, tokens=0, held={}, guessed={})
                 return self._scored(engines, blank, turn, role, now)
@@ -125,21 +138,26 @@ class Router:
     def _scored(
         self, engines: Sequence[Endpoint], question: Question, turn: int, role: Role, now: float
     ) -> list[Candidate]:
-        candidates = [self._candidate(engine, question, role, now) for engine in engines]
+        candidates = [
+            self._candidate(engine, rank, question, role, now)
+            for engine in engines
+            for rank in _ranks(engine, question)
+        ]
         costs = [candidate.cost.total if candidate.cost is not None else 0.0 for candidate in candidates]
         return spread(candidates, costs, turn)
 
-    def _candidate(self, engine: Endpoint, question: Question, role: Role, now: float) -> Candidate:
-        held = question.held.get(engine.url)
-        guess = round(question.guessed.get(engine.url, 0.0) * question.tokens)
+    def _candidate(self, engine: Endpoint, rank: int | None, question: Question, role: Role, now: float) -> Candidate:
+        place = place_of(engine.url, rank)
+        held = question.held.get(place)
+        guess = round(question.guessed.get(place, 0.0) * question.tokens)
         lengths = question.lengths
         likely = _with_guess(held or [{}] * len(lengths), lengths, guess)
-        cost = cost_of(question.tokens, likely, load_of(engine, now), self._weights)
+        cost = cost_of(question.tokens, likely, load_of(engine, now, rank), self._weights)
         if role == "decode":
             cost = dataclasses.replace(cost, compute=cost.compute * _TRANSFER)
-        if engine.url == question.session:
+        if _served(question.session, engine.url, rank):
             cost = dataclasses.replace(cost, compute=cost.compute - self._session_tokens)
-        return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none")
+        return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none", rank)
 
     def _turn(self, role: Role, model: str | None) -> int:
         # Per role and model, so that interleaved models do not share one counter.
@@ -163,10 +181,50 @@ def _with_guess(held: Sequence[Tiers], lengths: Sequence[int], guess: int) -> li
     return likely
 
 
-def load_of(engine: Endpoint, now: float) -> Load:
-    """An engine's load: what this gateway sent it, and its last sample where that is fresh."""
+def _ranks(engine: Endpoint, question: Question) -> tuple[int | None, ...]:
+    """The ranks to choose from; one None where the engine picks."""
+    return (engine.ranks if question.by_rank else ()) or (None,)
+
+
+def _hashed(engine: Endpoint, question: Question) -> int | None:
+    ranks = {f"{engine.url} {rank}": rank for rank in _ranks(engine, question)}
+    return ranks[rendezvous(question.key, list(ranks))[0]]
+
+
+def _served(session: Place | None, url: str, rank: int | None) -> bool:
+    """Whether the conversation's last turn was there, as far as is known."""
+    return session is not None and url_of(session) == url and (rank is None or rank_of(session) in {None, rank})
+
+
+def load_of(engine: Endpoint, now: float, rank: int | None = None) -> Load:
+    """An engine's load: what this gateway sent it, and its last sample where that is fresh.
+
+    Args:
+        engine: The engine.
+        now: Monotonic seconds.
+        rank: The data-parallel rank that is meant. What the engine distributes itself is taken to be spread evenly.
+    """
+    if rank is not None:
+        return _rank_load(engine, now, rank)
     signals = engine.signals(now)
     tokens = sum(engine.in_flight_tokens.values())
     if signals is None:
         return Load(requests=engine.load, tokens=tokens)
     return Load(engine.load, tokens, signals.waiting, signals.running, signals.usage)
+
+
+def _rank_load(engine: Endpoint, now: float, rank: int) -> Load:
+    count = len(engine.ranks) or 1
+    flights = engine.rank_flights
+    own = flights.get(rank)
+    spread_requests = engine.load - sum(share.load for share in flights.values())
+    spread_tokens = sum(engine.in_flight_tokens.values()) - sum(share.tokens for share in flights.values())
+    requests = (own.load if own is not None else 0) + spread_requests / count
+    tokens = (own.tokens if own is not None else 0) + spread_tokens / count
+    signals = engine.signals(now)
+    if signals is None:
+        return Load(requests, tokens)
+    sample = signals.ranks.get(rank)
+    if sample is not None:
+        return Load(requests, tokens, sample.waiting, sample.running, sample.usage)
+    return Load(requests, tokens, signals.waiting / count, signals.running / count, signals.usage)

@@ -35,8 +35,8 @@ class Load:
         kv_usage: ``vllm:kv_cache_usage_perc`` likewise, 0 to 1.
     """
 
-    requests: int = 0
-    tokens: int = 0
+    requests: float = 0
+    tokens: float = 0
     waiting: float | None = None
     running: float | None = None
     kv_usage: float | None = None

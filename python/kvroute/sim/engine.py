@@ -16,6 +16,7 @@ from aiohttp import web
 from kvroute.sim.clock import Link
 from kvroute.sim.connector import Connector
 from kvroute.sim.driver import Driver
+from kvroute.sim.errors import ApiError
 from kvroute.sim.events import Publisher
 from kvroute.sim.faults import Faults
 from kvroute.sim.journal import Journal, Violation
@@ -66,6 +67,7 @@ class Engine:
         self._plugin = Plugin(spec)
         self.publishers: list[Publisher] = []
         self._event_ports = [(0, 0)] * spec.dp_size
+        self._turn = -1
         self._side_ports = [fabric.port() for _ in range(spec.dp_size)]
         self._instance = ""
         self._created = 0
@@ -212,10 +214,21 @@ class Engine:
     # -- what can be read out ----------------------------------------------------------------------------------------
 
     def core_for(self, rank: str | None) -> EngineCore:
-        """The rank that a request goes to: the one its header names, else the least loaded."""
-        if rank is not None and rank.isdigit() and int(rank) < len(self.cores):
-            return self.cores[int(rank)]
-        return min(self.cores, key=lambda core: core.load)
+        """The rank that a request goes to: the one its header names, else the least loaded.
+
+        Raises:
+            ApiError: 400, there is no such rank.
+        """
+        try:
+            number = int(rank or "")
+        except ValueError:
+            # Ranks that are idle take turns: what vLLM sent counts until its coordinator has told of it.
+            self._turn += 1
+            turn, count = self._turn, len(self.cores)
+            return self.cores[min(range(count), key=lambda rank: (self.cores[rank].load, (rank - turn) % count))]
+        if not 0 <= number < len(self.cores):
+            raise ApiError(400, f"data_parallel_rank {number} is out of range [0, {len(self.cores)}).")
+        return self.cores[number]
 
     def pinned_blocks(self) -> int:
         """Blocks that are kept for other engines, or leaked."""

@@ -146,14 +146,14 @@ class _Collector:
             "block_size": str(spec.block_size),
             "cache_dtype": "auto",
             "enable_prefix_caching": str(spec.prefix_caching),
-            "engine": "0",
             "kv_cache_size_tokens": str(spec.capacity),
             "num_cpu_blocks": str(spec.cpu_blocks) if spec.cpu_blocks else "None",
-            "num_gpu_blocks": str(spec.num_gpu_blocks),
+            "num_gpu_blocks": str(spec.num_gpu_blocks * spec.dp_size),  # of all ranks, in the entry of each
             "prefix_caching_hash_algo": "sha256",
         }
-        info = GaugeMetricFamily("vllm:cache_config_info", "Cache configuration", labels=list(values))
-        info.add_metric(list(values.values()), 1)
+        info = GaugeMetricFamily("vllm:cache_config_info", "Cache configuration", labels=["engine", *values])
+        for rank in range(spec.dp_size):
+            info.add_metric([str(rank), *values.values()], 1)
         return info
 
     def _clock(self) -> Iterator[Metric]:

@@ -145,6 +145,7 @@ class Plugin:
             "dcp_size": 1,
             "tp_size": spec.tp_size,
             "dp_size": spec.dp_size,
+            "dp_ranks": list(range(spec.dp_size)),
             "scheme": SCHEME,
             "features": {
                 name: name not in off for name in ("stream_params", "export_digests", "verify_digests", "hold")

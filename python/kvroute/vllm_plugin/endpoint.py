@@ -86,7 +86,9 @@ def describe(config: Any, version: str) -> dict[str, Any]:
 
     Returns:
         JSON for the gateway. ``engine_id`` is what handles carry; with data parallelism each rank has its own, listed
-        in ``engine_ids``, and ``engine_id`` is null. ``off`` gives a reason for each feature that is off.
+        in ``engine_ids``, and ``engine_id`` is null. ``dp_ranks`` are those that this API server sends requests to, in
+        the order in which ``X-data-parallel-rank`` counts them; null where that is not known, or may change. ``off``
+        gives a reason for each feature that is off.
     """
     transfer, parallel, cache = config.kv_transfer_config, config.parallel_config, config.cache_config
     connector = transfer.kv_connector if transfer is not None else None
@@ -103,7 +105,8 @@ def describe(config: Any, version: str) -> dict[str, Any]:
     if dcp_size > 1 or parallel.prefill_context_parallel_size > 1:
         for feature in ("export_digests", "verify_digests"):
             off.setdefault(feature, "context parallelism interleaves a sequence over ranks")
-    engine_ids = _engine_ids(transfer, parallel)
+    ranks = _ranks(parallel)
+    engine_ids = _engine_ids(transfer, parallel, ranks)
     return {
         "kvroute": kvroute.__version__,
         "vllm": version,
@@ -124,17 +127,35 @@ def describe(config: Any, version: str) -> dict[str, Any]:
         "dcp_size": dcp_size,
         "tp_size": parallel.tensor_parallel_size,
         "dp_size": parallel.data_parallel_size,
+        "dp_ranks": ranks,
         "scheme": SCHEME,
         "features": {feature: feature in STATUS.on and feature not in off for feature in FEATURES},
         "off": off,
     }
 
 
-def _engine_ids(transfer: Any, parallel: Any) -> list[str]:
+def _ranks(parallel: Any) -> list[int] | None:
+    """The data-parallel ranks behind this API server, as vLLM's `MPClient` counts them.
+
+    With internal load balancing it has all; with hybrid or external it has those of its node, or one.
+    """
+    size = parallel.data_parallel_size
+    if size == 1:
+        return [0]
+    try:
+        first, local_only = parallel.data_parallel_index, parallel.local_engines_only
+        count = parallel.data_parallel_size_local if local_only else size
+        elastic = parallel.enable_elastic_ep
+    except AttributeError:  # another release
+        return None
+    return None if elastic else list(range(first, first + count))
+
+
+def _engine_ids(transfer: Any, parallel: Any, ranks: list[int] | None) -> list[str]:
     """The ids that handles carry: vLLM adds the rank of the engine core when there are several."""
     if transfer is None:
         return []
     size = parallel.data_parallel_size
     if size == 1:
         return [transfer.engine_id]
-    return [f"{transfer.engine_id}_dp{rank}" for rank in range(size)]
+    return [f"{transfer.engine_id}_dp{rank}" for rank in ranks or range(size)]

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from kvroute.sim import EngineSpec, SimFleet
 
 from .wire import COLD, chat, events, get, post
@@ -99,3 +101,14 @@ async def test_ranks_have_caches_of_their_own(client):
         assert fleet["e"].cores[1].stats.hits > 0
         _, raw = await get(client, fleet["e"], "/kvroute/capabilities")
         assert json.loads(raw)["engine_ids"] == ["e-1_dp0", "e-1_dp1"]
+
+
+@pytest.mark.parametrize(("rank", "status"), [("2", 400), ("-1", 400), ("1_0", 400), ("x", 200), ("+1", 200)])
+async def test_a_rank_is_read_as_vllm_reads_it(client, rank, status):
+    # As seen on vLLM 0.32.0: what is no number counts as no header, what Python's int takes is one.
+    async with SimFleet([EngineSpec("e", dp_size=2)], time_scale=0) as fleet:
+        body = {"model": "sim", "prompt": "hi", "max_tokens": 1}
+        found, _, raw = await post(client, fleet["e"], "/v1/completions", body, **{"X-data-parallel-rank": rank})
+    assert found == status
+    if status == 400:
+        assert json.loads(raw)["error"]["message"] == f"data_parallel_rank {int(rank)} is out of range [0, 2)."
