@@ -231,10 +231,23 @@ async def test_fail_open_the_one_of_two_engines_that_is_not_heard(tmp_path, mode
 
 
 @both_modes
-async def test_fail_open_several_data_parallel_ranks(tmp_path, mode):
-    async with Publisher() as other, tiered(tmp_path, mode, ranks=[other]) as served:
+async def test_fail_open_an_engine_that_picks_its_data_parallel_rank(tmp_path, mode):
+    async with (
+        Publisher() as other,
+        tiered(tmp_path, mode, ranks=[other], routing__data_parallel_ranks="off") as served,
+    ):
         await served.has(LITTLE)
         await untouched(served, mode)
+
+
+@both_modes
+@pytest.mark.parametrize(("tiers", "members"), [(LITTLE, ZERO), (PLENTY, ALLOWED)])
+async def test_of_several_data_parallel_ranks_the_chosen_one_decides(tmp_path, mode, tiers, members):
+    async with Publisher() as other, tiered(tmp_path, mode, ranks=[other]) as served:
+        await served.has(tiers)
+        assert await served.asks() == expected(mode, members)
+        assert served.loader.calls[-1].all("X-data-parallel-rank") == [b"0"]
+        assert served.decode_got()
 
 
 @pytest.mark.parametrize(
