@@ -7,18 +7,15 @@ import json
 from array import array
 from typing import TYPE_CHECKING
 
-import orjson
 import pytest
 from tests.support import tokenizer as small
+from tests.support.params import decode_handle
 
 from kvroute._core import Body
 from kvroute.fleet import Capabilities
 from kvroute.kv.comparison import compare
-from kvroute.kv.params import read_handle
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.request import Ask, read_ask
-from kvroute.verify.digests import TokenDigests
-from kvroute.verify.record import write_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,22 +61,7 @@ def test_tokens_of_a_new_history(benchmark: BenchmarkFixture, local: LocalTokeni
 
 @pytest.mark.parametrize("changed", [False, True], ids=["equal", "changed"])
 def test_compare(benchmark: BenchmarkFixture, *, changed: bool) -> None:
-    held = TOKENS[:-20]
-    tree = {
-        "do_remote_decode": True,
-        "remote_block_ids": [list(range(-(-len(held) // BLOCK)))],
-        "remote_engine_id": "d",
-        "remote_request_id": "r",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1,
-        "tp_size": 1,
-        "dcp_size": 1,
-        "pp_size": 1,
-        "remote_num_tokens": len(held),
-        "kvroute": write_record(TokenDigests(held), len(held), BLOCK, 1, full_attention=True),
-    }
-    handle = read_handle(orjson.dumps(tree), from_decode=True)
-    assert handle is not None
+    handle = decode_handle(TOKENS[:-20], BLOCK)
     prompt = TOKENS[:]
     if changed:
         prompt[6000] = 1

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.legs import FIRST_TURN, opened
+from tests.engine.legs import opened
 from tests.engine.served import Served
+from tests.support.params import FIRST_TURN
 
 Pair = tuple[Served, Served]
 

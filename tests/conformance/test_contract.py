@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.legs import FIRST_TURN, Messages, Reply, chat, complete, opened, turn
+from tests.engine.legs import Messages, Reply, chat, complete, opened, turn
 from tests.engine.model import SERVED_NAME, text
 from tests.engine.served import Served
+from tests.support.params import FIRST_TURN
 
 from .watching import eventually, used
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.environment import vllm_release
-from tests.engine.legs import FIRST_TURN, Messages, Turn, chat, complete, events, generate, opened, turn
+from tests.engine.legs import Messages, Turn, chat, complete, events, generate, opened, turn
 from tests.engine.model import SERVED_NAME, text
+from tests.support.params import FIRST_TURN
 
 from .watching import eventually, used
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from tests.support.params import FIRST_TURN
+
 from .model import SERVED_NAME
 
 if TYPE_CHECKING:
@@ -17,16 +19,6 @@ if TYPE_CHECKING:
     from .served import Served
 
 TIMEOUT_SECONDS = 60.0
-
-FIRST_TURN = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""The prefill leg's parameters when there is nothing to reuse."""
 
 Messages = list[dict[str, str]]
 

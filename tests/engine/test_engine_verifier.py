@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.params import FIRST_TURN
+
 from .gateway import Gateway, serving
-from .legs import FIRST_TURN, Messages, chat, turn
+from .legs import Messages, chat, turn
 from .model import text
 from .talk import Talk, cold, wrong
 

@@ -13,13 +13,11 @@ import pytest
 from kvroute._core import Body
 from kvroute.fleet import Capabilities
 from kvroute.kv.comparison import compare
-from kvroute.kv.params import Handle
 from kvroute.tokens.engine import tokenize
 from kvroute.tokens.local import LocalTokenizer
 from kvroute.tokens.request import Ask, read_ask
 from kvroute.upstream import Origin, Pool
-from kvroute.verify.digests import SCHEME, TokenDigests
-from kvroute.verify.record import write_record
+from tests.support.params import decode_handle
 
 from .engines import Engine
 from .gateway import Gateway, serving
@@ -108,7 +106,7 @@ def test_print_what_the_gateways_comparison_adds_at_8k_tokens(plain_prefill: Eng
     body, ask = chat(0)
     tokens = local.tokens(ask, "string")
     new = [chat(number)[1] for number in range(1, 21)]
-    handle = made_handle(tokens[:-20])
+    handle = decode_handle(tokens[:-20], 32)
     prefill = Capabilities(block_size=32, bidirectional=True, kv_layout="full_attention")
     rows = {
         "engine /tokenize": asyncio.run(by_engine(plain_prefill, ask, tokens)),
@@ -147,22 +145,3 @@ def timed(call: Callable[[], object]) -> list[float]:
         call()
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def made_handle(tokens: array[int]) -> Handle:
-    record = write_record(TokenDigests(tokens), len(tokens), 32, 1, full_attention=True)
-    blocks = -(-len(tokens) // 32)
-    tree = {
-        "do_remote_decode": True,
-        "remote_block_ids": [list(range(blocks))],
-        "remote_engine_id": "d",
-        "remote_request_id": "r",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1,
-        "tp_size": 1,
-        "dcp_size": 1,
-        "pp_size": 1,
-        "remote_num_tokens": len(tokens),
-        "kvroute": record,
-    }
-    return Handle(orjson.dumps(tree), "d", len(tokens), blocks, "127.0.0.1", SCHEME, 32)

@@ -10,20 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tests.support.params import FIRST_TURN
+
 from . import wire
 from .conversation import Answer, Request
 
 Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
 """Sends a body to a path; gives the status and the answer."""
 
-FIRST_TURN = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 READ_BACK = {"do_remote_decode": True, "do_remote_prefill": False}
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """The APIs of vLLM's example."""

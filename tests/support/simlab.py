@@ -12,6 +12,7 @@ from kvroute.sim.plugin import Plugin
 from kvroute.sim.scheduler import EngineCore
 from kvroute.sim.sequence import Sampling, Sequence
 from kvroute.sim.transfer import Agent, Fabric
+from tests.support.params import FIRST_TURN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,14 +20,6 @@ if TYPE_CHECKING:
     from kvroute.sim.blocks import BlockPool
     from kvroute.sim.config import Role
 
-COLD: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 PROMPT = tokens.encode("the quick brown fox jumps over the lazy dog " * 12)
 
 
@@ -103,6 +96,6 @@ def back(handle: dict[str, Any] | None, **members: Any) -> dict[str, Any]:
 def first_turn(lab: Lab, pair: tuple[EngineCore, EngineCore], **members: Any) -> Sequence:
     """One turn over both legs; the decode engine's sequence."""
     prefill, decode = pair
-    handoff = lab.run(prefill, params=dict(COLD), max_tokens=1, **members).held
+    handoff = lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1, **members).held
     assert handoff is not None
     return lab.run(decode, params=dict(handoff), **members)

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from kvroute.sim import tokens
-from tests.support.simlab import COLD, PROMPT, Lab, back, drain, first_turn, reply
+from tests.support.params import FIRST_TURN
+from tests.support.simlab import PROMPT, Lab, back, drain, first_turn, reply
 
 
 def held(sequence):
@@ -28,7 +29,7 @@ def pair(lab):
 
 def test_a_prefill_engine_holds_blocks_for_its_lease(lab, pair):
     prefill, _ = pair
-    handoff = held(lab.run(prefill, params=dict(COLD), max_tokens=1))
+    handoff = held(lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1))
     blocks = -(-len(PROMPT) // 16)
     assert handoff["remote_num_tokens"] == len(PROMPT)
     assert len(handoff["remote_block_ids"][0]) == prefill.pinned_blocks == blocks
@@ -40,7 +41,7 @@ def test_a_prefill_engine_holds_blocks_for_its_lease(lab, pair):
 
 def test_heartbeats_keep_the_lease_from_when_decode_accepts_the_request(lab, pair):
     prefill, decode = pair
-    handoff = lab.run(prefill, params=dict(COLD), max_tokens=1).held
+    handoff = lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1).held
     waiting = lab.start(decode, params=dict(handoff))
     lab.clock.advance(300)
     assert prefill.pinned_blocks > 0
@@ -51,7 +52,7 @@ def test_heartbeats_keep_the_lease_from_when_decode_accepts_the_request(lab, pai
 
 def test_a_decode_engine_that_dies_holds_a_lease_no_longer_than_its_last_heartbeat(lab, pair):
     prefill, decode = pair
-    handoff = held(lab.run(prefill, params=dict(COLD), max_tokens=1))
+    handoff = held(lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1))
     lab.start(decode, params=dict(handoff))
     lab.clock.advance(100)
     decode.die("killed")
@@ -141,7 +142,7 @@ def test_a_handle_sent_twice_answers_with_other_text(lab):
 def test_a_hand_off_read_after_its_lease_answers_with_other_text(lab):
     prefill = lab.core("p", "prefill", num_gpu_blocks=30, plugin=False)
     decode = lab.core("d", "decode", plugin=False)
-    handoff = held(lab.run(prefill, params=dict(COLD), max_tokens=1))
+    handoff = held(lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1))
     lab.clock.advance(31)
     lab.run(prefill, tokens.encode(" other words" * 140))
     late = lab.run(decode, params=dict(handoff))
@@ -152,7 +153,7 @@ def test_a_hand_off_read_after_its_lease_answers_with_other_text(lab):
 
 def test_siblings_share_one_hand_off_and_all_but_one_read_freed_blocks(lab, pair):
     prefill, decode = pair
-    handoff = held(lab.run(prefill, params=dict(COLD), max_tokens=1))
+    handoff = held(lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1))
     both = [lab.start(decode, params=dict(handoff)) for _ in range(2)]
     drain(decode)
     assert [sequence.cached.get("p2p") for sequence in both] != [None, None]
@@ -175,7 +176,7 @@ def test_below_the_threshold_nothing_is_pulled(lab):
 )
 def test_what_kills_an_engine(lab, pair, change, dies):
     prefill, decode = pair
-    handoff = lab.run(prefill, params=dict(COLD), max_tokens=1).held
+    handoff = lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1).held
     other = lab.start(decode)
     dead = lab.run(decode, params={**handoff, **change})
     assert dies in decode.dead
@@ -187,7 +188,7 @@ def test_what_kills_an_engine(lab, pair, change, dies):
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
 def test_a_missing_member_makes_a_request_wait_for_ever(lab, pair, missing):
     prefill, decode = pair
-    handoff = dict(lab.run(prefill, params=dict(COLD), max_tokens=1).held)
+    handoff = dict(lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1).held)
     del handoff[missing]
     stuck = lab.run(decode, params=handoff)
     assert stuck.state == "loading"
@@ -217,7 +218,7 @@ def test_parameters_without_a_flag_are_never_freed(lab, pair):
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_stale_engine_id_is_a_load_failure(lab, pair, policy):
     decode = lab.core("d2", "decode", load_failure=policy)
-    handoff = lab.run(pair[0], params=dict(COLD), max_tokens=1).held
+    handoff = lab.run(pair[0], params=dict(FIRST_TURN), max_tokens=1).held
     read = lab.run(decode, params={**handoff, "remote_engine_id": "p-0"})
     if policy == "fail":
         assert read.error == "Internal server error"
@@ -243,7 +244,7 @@ def test_a_declined_read_can_hang_a_prefill_engine_that_recomputes(lab, pair):
 
 def test_failed_reads_on_request(lab, pair):
     prefill, decode = pair
-    handoff = lab.run(prefill, params=dict(COLD), max_tokens=1).held
+    handoff = lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1).held
     prefill.connector.agent.fail_reads = 1
     assert lab.run(decode, params=dict(handoff)).error == "Internal server error"
     assert decode.connector.failed_reads == 1
@@ -251,14 +252,14 @@ def test_failed_reads_on_request(lab, pair):
 
 def test_an_abort_before_the_schedule_tells_the_holder(lab, pair):
     prefill, decode = pair
-    handoff = lab.run(prefill, params=dict(COLD), max_tokens=1).held
+    handoff = lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1).held
     decode.abort(lab.start(decode, params=dict(handoff)))
     assert prefill.pinned_blocks == 0
 
 
 def test_an_aborted_request_leaves_no_handle_and_no_blocks(lab, pair):
     prefill, decode = pair
-    handoff = lab.run(prefill, params=dict(COLD), max_tokens=1).held
+    handoff = lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1).held
     running = lab.start(decode, params=dict(handoff))
     for _ in range(3):
         decode.commit(decode.schedule())
@@ -269,7 +270,7 @@ def test_an_aborted_request_leaves_no_handle_and_no_blocks(lab, pair):
 
 def test_a_hold_that_nobody_wants_is_not_held(lab, pair):
     prefill, decode = pair
-    handoff = lab.run(prefill, params=dict(COLD), max_tokens=1).held
+    handoff = lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1).held
     done = lab.run(decode, params={**handoff, "kvroute_hold": False})
     assert done.held is None
     assert decode.pinned_blocks == 0
@@ -277,7 +278,7 @@ def test_a_hold_that_nobody_wants_is_not_held(lab, pair):
 
 def test_another_prompt_than_prefill_computed_is_computed_by_decode(lab, pair):
     prefill, decode = pair
-    handoff = lab.run(prefill, params=dict(COLD), max_tokens=1).held
+    handoff = lab.run(prefill, params=dict(FIRST_TURN), max_tokens=1).held
     other = [*PROMPT[:-1], 5]
     done = lab.run(decode, other, params=dict(handoff))
     assert "p2p" not in done.cached
@@ -346,7 +347,7 @@ def test_whatever_happens_nothing_stays_pinned_past_its_lease(lab, seed):
     for _ in range(120):
         prompt = [*last, *PROMPT[: rng.randrange(20, 200)]][-500:]
         handle = rng.choice(handles) if handles and rng.random() < 0.6 else None
-        first = lab.start(prefill, prompt, params=back(handle) if handle else dict(COLD), max_tokens=1)
+        first = lab.start(prefill, prompt, params=back(handle) if handle else dict(FIRST_TURN), max_tokens=1)
         prefill.connector.agent.fail_reads = rng.random() < 0.05
         if rng.random() < 0.1:
             prefill.abort(first)

@@ -9,8 +9,9 @@ from aiohttp.test_utils import make_mocked_request
 
 from kvroute.sim.faults import Exposure, Faults
 from tests.support.gateway import until
+from tests.support.params import FIRST_TURN
 
-from .wire import COLD, chat, events, get, post
+from .wire import chat, events, get, post
 
 
 async def test_faults_by_the_admin_route(client, fleet):
@@ -56,12 +57,12 @@ async def test_a_stall_that_is_cleared_before_the_request_gets_there_is_none(aft
 
 
 async def test_a_restart_has_the_same_address_another_id_and_an_empty_cache(client, fleet):
-    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=COLD)
+    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=FIRST_TURN)
     old = json.loads(raw)["kv_transfer_params"]
     url = fleet["p"].url
     await fleet["p"].restart()
     assert fleet["p"].url == url
-    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=COLD)
+    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=FIRST_TURN)
     new = json.loads(raw)["kv_transfer_params"]
     assert new["remote_engine_id"] != old["remote_engine_id"]
     assert (new["remote_host"], new["remote_port"]) == (old["remote_host"], old["remote_port"])
@@ -88,7 +89,7 @@ async def test_refused_connections(client, fleet):
 
 
 async def test_a_dead_engine_core_ends_the_server(client, fleet):
-    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=COLD)
+    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=FIRST_TURN)
     handoff = json.loads(raw)["kv_transfer_params"]
     status, _, _ = await chat(client, fleet["d"], kv_transfer_params={**handoff, "remote_block_ids": None})
     assert status == 500

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from kvroute.sim import EngineSpec, SimFleet
+from tests.support.params import FIRST_TURN
 
-from .wire import COLD, chat, events, get, post
+from .wire import chat, events, get, post
 
 
 async def test_a_stop_string_ends_the_text_and_leaves_no_handle(client, fleet):
@@ -52,7 +53,7 @@ async def test_salt_separates_the_cache(client, fleet):
 
 
 async def test_a_failed_load_is_500_or_a_200_with_an_error_event(client, fleet):
-    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=COLD)
+    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=FIRST_TURN)
     stale = {**json.loads(raw)["kv_transfer_params"], "remote_engine_id": "gone"}
     status, _, raw = await chat(client, fleet["d"], kv_transfer_params=stale)
     assert (status, json.loads(raw)["error"]["code"]) == (500, 500)
@@ -62,7 +63,7 @@ async def test_a_failed_load_is_500_or_a_200_with_an_error_event(client, fleet):
 
 
 async def test_a_refused_request_releases_the_blocks_it_names(client, fleet):
-    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=COLD)
+    _, _, raw = await chat(client, fleet["p"], max_tokens=1, kv_transfer_params=FIRST_TURN)
     handoff = json.loads(raw)["kv_transfer_params"]
     assert fleet["p"].pinned_blocks() > 0
     status, _, _ = await chat(client, fleet["d"], model="nope", kv_transfer_params=handoff)

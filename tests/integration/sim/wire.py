@@ -3,15 +3,9 @@
 import json
 from pathlib import Path
 
+from tests.support.params import FIRST_TURN
+
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
-COLD = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 def capture(name):
@@ -77,7 +71,7 @@ async def legs(client, fleet, name):
     body = capture(name)["request"]
     path = PATHS[name]
     one = {"max_output_tokens" if "max_output_tokens" in body else "max_tokens": 1}
-    cold = {**body, **one, "stream": False, "kv_transfer_params": COLD}
+    cold = {**body, **one, "stream": False, "kv_transfer_params": FIRST_TURN}
     cold.pop("stream_options", None)
     _, _, raw = await post(client, fleet["p"], path, cold)
     return await post(client, fleet["d"], path, {**body, "kv_transfer_params": json.loads(raw)["kv_transfer_params"]})
