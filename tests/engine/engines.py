@@ -90,7 +90,11 @@ CRAMPED = tuple(
         plugin=False,
         connector=False,
         events=True,
-        arguments=("--num-gpu-blocks-override", str(CRAMPED_BLOCKS), "--max-model-len", "1024"),
+        arguments=(
+            *("--num-gpu-blocks-override", str(CRAMPED_BLOCKS)),
+            *("--max-model-len", "1024"),
+            "--enable-prompt-tokens-details",
+        ),
         environment=(("VLLM_SERVER_DEV_MODE", "1"),),
     )
     for name in ("cramped-1", "cramped-2")

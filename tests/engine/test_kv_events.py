@@ -7,6 +7,7 @@ import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 
 from kvroute.fleet.events.wire import Feed
@@ -14,6 +15,7 @@ from tests.support.gateway import running, until
 
 from .engines import CRAMPED
 from .legs import complete
+from .model import SERVED_NAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -105,6 +107,24 @@ async def test_live_events_tell_what_is_cached(cached: list[Engine]) -> None:
         assert hits > 10
         for engine in cached:
             assert index.gateway.metric("kvroute_kv_events_blocks_total", endpoint=engine.url, what="removed") > 0
+
+
+async def test_what_is_predicted_of_requests_is_what_their_usage_tells(cached: list[Engine]) -> None:
+    engine, streamed = cached[0], {"stream": True, "stream_options": {"include_usage": True}}
+    async with heard([engine]) as index, aiohttp.ClientSession() as client:
+        gateway, count = index.gateway, 0
+        for count, (prompt, salt) in enumerate(prompts(21, 40), 1):
+            body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, **(streamed if count % 2 else {})}
+            async with client.post(
+                gateway.url + "/v1/completions", json=body | ({"cache_salt": salt} if salt else {})
+            ) as answer:
+                assert answer.status == 200
+                await answer.read()
+            whole = (len(prompt) - 1) // engine.block_size * engine.block_size
+            await until(lambda: index.predicted(engine, prompt, salt) == whole)  # noqa: B023 - awaited at once
+        counts = gateway.endpoint(engine.url).cached
+        assert counts.answers == {"exact": count}
+        assert counts.predicted == counts.actual > 0
 
 
 async def test_a_gateway_that_starts_later_learns_what_is_cached(cached: list[Engine]) -> None:
