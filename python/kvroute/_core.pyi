@@ -81,6 +81,12 @@ class Body:
     def prompt_count(self) -> int:
         """Prompts in `prompt`: 1 for a string, for a flat list of token ids and when absent, else the list's length."""
 
+    def prompt_ids(self) -> list[bytes] | None:
+        """The token ids of each prompt in `prompt`, as little-endian `u32`s.
+
+        `None` unless it is a list of ids, or of such lists, and all of them are `u32`s without sign, point or exponent.
+        """
+
     @property
     def message_count(self) -> int:
         """Elements of `messages`, or of `input` where that is a list and there are no `messages`; else 0."""

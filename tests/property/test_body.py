@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -160,3 +161,31 @@ def parsed(data: bytes) -> bool:
         return isinstance(json.loads(data.decode(), parse_constant=refuse), dict)
     except ValueError:
         return False
+
+
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=4)
+PROMPTS: SearchStrategy[Any] = st.one_of(
+    IDS,
+    st.lists(IDS, max_size=3),
+    st.lists(IDS | VALUES, max_size=3),
+    st.lists(st.integers(), max_size=2),
+    VALUES,
+)
+
+
+@untimed
+@given(PROMPTS, st.data())
+def test_prompts_of_ids_are_read_as_python_reads_them(prompt: Any, data: st.DataObject) -> None:
+    text = data.draw(written_object([("prompt", prompt)]))
+    assert Body.scan(text.encode()).prompt_ids() == ids_of(prompt)
+
+
+def ids_of(prompt: Any) -> list[bytes] | None:
+    if not isinstance(prompt, list):
+        return None
+    lists = prompt if prompt and isinstance(prompt[0], list) else [prompt]
+    if not all(isinstance(ids, list) for ids in lists):
+        return None
+    if not all(type(token) is int and 0 <= token < 2**32 for ids in lists for token in ids):
+        return None
+    return [struct.pack(f"<{len(ids)}I", *ids) for ids in lists]

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvroute.http.holders import note_holders, note_session
+from kvroute.ids import packed
 from kvroute.kv.salt import SaltError, cache_salt
 from kvroute.plan.api import BY_RANK
 from kvroute.plan.place import place_of, url_of
@@ -78,7 +79,7 @@ async def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, question:
     counted = dataclasses.replace(
         question,
         tokens=sum(len(prompt.ids) for prompt in found),
-        prompts=[prompt.ids.tobytes() for prompt in found],
+        prompts=[packed(prompt.ids) for prompt in found],
         lora=_adapter(gateway, incoming.model),
         salt=salt,
     )

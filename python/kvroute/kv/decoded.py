@@ -8,19 +8,19 @@ Whatever is not known to the last token leaves no record, and a handle without o
 from __future__ import annotations
 
 import dataclasses
-import sys
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from kvroute._core import Body, Edits
+from kvroute.ids import unpacked
 from kvroute.kv.recipes import OWNED
 from kvroute.kv.salt import SaltError, cache_salt
 from kvroute.verify.digests import SCHEME, Keys, TokenDigests, sequence_keys
 from kvroute.verify.record import sealed_tokens, write_record, write_seal
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Mapping
 
     from kvroute._core import Tap
@@ -125,7 +125,7 @@ def recorded(
     """
     if tap.prompt_token_ids is None or tap.token_ids is None:
         raise NoRecord("no_token_ids")
-    prompt, output = _ids(tap.prompt_token_ids), _ids(tap.token_ids)
+    prompt, output = unpacked(tap.prompt_token_ids), unpacked(tap.token_ids)
     # The counts are made apart from the ids: what a parser swallowed or an encoder read would show.
     if (tap.prompt_tokens, tap.completion_tokens) != (len(prompt), len(output)):
         raise NoRecord("incomplete")
@@ -177,11 +177,3 @@ def _check_handoff(handoff: Handle | None, prompt: TokenDigests) -> None:
     same = handoff.tokens == len(prompt) if raw is None else sealed_tokens(orjson.loads(raw), prompt) > 0
     if not same:
         raise NoRecord("prompt_differs")
-
-
-def _ids(packed: bytes) -> array[int]:
-    ids = array("I")
-    ids.frombytes(packed)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids

@@ -8,13 +8,14 @@ cannot change the rendering; anything else means that there are no tokens.
 from __future__ import annotations
 
 import dataclasses
-from array import array
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from kvroute.ids import unpacked
+
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Mapping
 
     from kvroute._core import Body
@@ -172,24 +173,18 @@ def _read_completion(body: Body) -> tuple[Ask, ...]:
     if body.prompt_count > MOST_PROMPTS:  # counted by the scan, so that they need not be read for it
         raise NoTokens("too_many", f"more than {MOST_PROMPTS} prompts")
     _check_members(body, _TEXT_KNOWN)
+    given = body.prompt_ids()
+    if given is not None:
+        if not all(given):
+            raise NoTokens("prompt", "a prompt without tokens")
+        return tuple(Ask({}, frozenset(), body.model, ids=unpacked(ids)) for ids in given)
     prompt = _loads(body.raw("prompt"))
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-    prompts = prompt if several else [prompt]
-    if len(set(map(type, prompts))) > 1:
-        raise NoTokens("prompt", "prompts of text and of token ids in one list")
-    return tuple(_read_prompt(one, body) for one in prompts)
-
-
-def _read_prompt(prompt: Any, body: Body) -> Ask:
-    if isinstance(prompt, str):
-        members = {name: raw for name in TOKENIZE_TEXT if (raw := body.raw(name)) not in {None, b"null"}}
-        members["prompt"] = orjson.dumps(prompt)
-        return Ask(members, frozenset({"completions"}), body.model, text=prompt)
-    # By type, for engines may read `true` and 1.0 as numbers, or not.
-    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:
-        with suppress(OverflowError):
-            return Ask({}, frozenset(), body.model, ids=array("I", prompt))
-    raise NoTokens("prompt", "no prompt of text or token ids")
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    if not prompts or not all(isinstance(text, str) for text in prompts):
+        raise NoTokens("prompt", "neither texts nor token ids")
+    members = {name: raw for name in TOKENIZE_TEXT if (raw := body.raw(name)) not in {None, b"null"}}
+    needs: frozenset[Feature] = frozenset({"completions"})
+    return tuple(Ask({**members, "prompt": orjson.dumps(text)}, needs, body.model, text=text) for text in prompts)
 
 
 def _check_members(body: Body, known: frozenset[str] | set[str]) -> None:

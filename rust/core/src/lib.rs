@@ -6,6 +6,7 @@ pub mod chain;
 pub mod events;
 pub mod gate;
 pub mod http1;
+pub mod ids;
 pub mod index;
 pub mod policy;
 pub mod relay;

@@ -85,6 +85,11 @@ impl Body {
         self.scanned.prompt_count()
     }
 
+    fn prompt_ids<'py>(&self, py: Python<'py>) -> Option<Vec<Bound<'py, PyBytes>>> {
+        let prompts = self.scanned.prompt_ids()?;
+        Some(prompts.iter().map(|ids| PyBytes::new(py, ids)).collect())
+    }
+
     #[getter]
     fn message_count(&self) -> usize {
         self.scanned.message_count()

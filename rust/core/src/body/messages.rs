@@ -4,6 +4,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::Body;
 use super::text::end_of_string;
+use crate::ids;
 
 /// A digest of a message list up to and including one message.
 pub type MessageDigest = [u8; 16];
@@ -25,6 +26,11 @@ impl<B: AsRef<[u8]>> Body<B> {
             Some(b'-' | b'0'..=b'9') => 1,
             _ => prompt.elements,
         }
+    }
+
+    /// Token ids of each prompt of a completions request as little-endian `u32`s; `None` unless they came as ids.
+    pub fn prompt_ids(&self) -> Option<Vec<Vec<u8>>> {
+        ids::read_lists(self.raw("prompt")?)
     }
 
     /// Elements of `messages`, or of `input` where that is a list and there are no `messages`.

@@ -1,6 +1,6 @@
 //! What an answer tells the gateway.
 
-use super::json::skip_space;
+use crate::ids;
 
 /// What an answer has told so far. Each is the last value that was not null.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -42,9 +42,6 @@ pub enum Ids {
     Malformed,
 }
 
-/// Bytes of ids above which they are given up: 4 Mi tokens. An engine's stream must not fill the gateway's memory.
-const MOST: usize = 16 << 20;
-
 impl Ids {
     /// The ids, if they are known.
     #[must_use]
@@ -57,41 +54,14 @@ impl Ids {
 
     /// Reads a JSON list of ids, which is all of the text.
     pub(super) fn read(list: &[u8]) -> Self {
-        Self::parse(list).map_or(Self::Malformed, Self::Known)
-    }
-
-    /// In one loop, because a prompt has a hundred thousand of them.
-    fn parse(list: &[u8]) -> Option<Vec<u8>> {
-        let inner = list.strip_prefix(b"[")?.strip_suffix(b"]")?;
-        let mut ids = Vec::with_capacity((inner.len() / 4 * 4).min(MOST));
-        let mut at = skip_space(inner, 0);
-        while at < inner.len() {
-            let start = at;
-            let mut id = 0_u32;
-            while let Some(digit @ b'0'..=b'9') = inner.get(at) {
-                id = id.checked_mul(10)?.checked_add(u32::from(digit - b'0'))?;
-                at += 1;
-            }
-            let is_number = at == start + 1 || at > start && inner[start] != b'0';
-            if !is_number || ids.len() == MOST {
-                return None;
-            }
-            ids.extend_from_slice(&id.to_le_bytes());
-            at = skip_space(inner, at);
-            if at < inner.len() {
-                let comma = (inner[at] == b',').then_some(at)?;
-                at = skip_space(inner, comma + 1);
-                (at < inner.len()).then_some(())?;
-            }
-        }
-        Some(ids)
+        ids::read_list(list).map_or(Self::Malformed, Self::Known)
     }
 
     /// Appends what the next event of a stream carries.
     pub(super) fn extend(&mut self, more: Self) {
         match (&mut *self, more) {
             (_, Self::Absent) | (Self::Malformed, _) => {}
-            (Self::Known(ids), Self::Known(more)) if ids.len() + more.len() <= MOST => {
+            (Self::Known(ids), Self::Known(more)) if ids.len() + more.len() <= ids::MOST => {
                 ids.extend_from_slice(&more);
             }
             (Self::Absent, more) => *self = more,
