@@ -23,12 +23,14 @@ def engine(version="0.32.0", state="live", ranks=1):
     return made
 
 
-def predicted(endpoint=None, body=b'{"prompt":[1]}', tiers=TIERS, prompts=1, **members):
+def predicted(endpoint=None, body=b'{"prompt":[1]}', tiers=TIERS, prompts=1, rank=None, **members):
     endpoint = endpoint or engine()
     incoming: Any = SimpleNamespace(api="completions", body=Body.scan(body))
-    question = Question(tokens=LENGTH, prompts=[bytes(4 * LENGTH)] * prompts, held={endpoint.url: [tiers] * prompts})
+    question = Question(
+        tokens=LENGTH, prompts=[bytes(4 * LENGTH)] * prompts, held={(endpoint.url, 0): [tiers] * prompts}
+    )
     policy = Policy({name: str(value).replace("'", '"').encode() for name, value in members.items()})
-    found = predict(cast("Any", incoming), question, endpoint, policy)
+    found = predict(cast("Any", incoming), question, endpoint, rank, policy)
     return None if found is None else found.cached_tokens
 
 
@@ -69,6 +71,11 @@ def test_an_engine_that_ignores_the_limit_loads_all_the_same():
 )
 def test_nothing_is_predicted_of_what_is_not_known(facts):
     assert predicted(**facts) is None
+
+
+def test_of_several_ranks_the_one_that_is_chosen_counts():
+    assert predicted(engine(ranks=2), rank=0) == 960
+    assert predicted(engine(ranks=2), rank=1) is None
 
 
 def test_an_engine_that_has_nothing_is_predicted_to_have_nothing():

@@ -12,22 +12,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvroute.http.gateway import Gateway
-    from kvroute.plan.scoring import Tiers
 
 Unusable = Literal["removed", "out", "unheard"]
 
 
-def note_holders(gateway: Gateway, matched: Mapping[tuple[str, int], Tiers]) -> None:
-    """Count a prompt of which an engine that cannot be used holds more than any that can.
+def note_holders(gateway: Gateway, held: Mapping[tuple[str, int], int]) -> None:
+    """Count a request of whose prompts an engine that cannot be used holds more than any that can.
 
     Args:
         gateway: The gateway.
-        matched: What the index knows of each rank of each engine.
+        held: Tokens of the prompts that each rank of each engine has in any tier, by the index.
     """
     most, best = 0, 0
     reason: Unusable | None = None
-    for (url, _rank), tiers in matched.items():
-        tokens = max(tiers.values(), default=0)
+    for (url, _rank), tokens in held.items():
         why = _why_unusable(gateway, url)
         if why is None:
             best = max(best, tokens)

@@ -105,12 +105,13 @@ def _held(gateway: Gateway, question: Question) -> Mapping[Place, Sequence[Tiers
     which may meet another rank, there is then no evidence.
     """
     matched = [gateway.index.match(ids, lora=question.lora, cache_salt=question.salt) for ids in question.prompts]
-    note_holders(gateway, matched[0])
+    # An engine may come or go between two matches.
+    sources = set(matched[0]).intersection(*matched[1:])
+    by_source = {source: [found[source] for found in matched] for source in sources}
+    note_holders(gateway, {source: _most(tiers) for source, tiers in by_source.items()})
     heard = gateway.heard()
     held: dict[Place, Sequence[Tiers]] = {}
-    # An engine may come or go between two matches.
-    for url, rank in set(matched[0]).intersection(*matched[1:]):
-        tiers = [found[url, rank] for found in matched]
+    for (url, rank), tiers in by_source.items():
         if (url, rank) in heard:
             held[url, rank] = tiers
         if url in heard and (url not in held or _most(tiers) > _most(held[url])):
