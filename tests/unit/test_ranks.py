@@ -162,14 +162,14 @@ def test_the_queue_of_a_rank_is_its_own():
 
 def test_what_the_engine_distributes_is_taken_to_be_even():
     engine = endpoint(declared=2)
-    engine.learn(Signals(NOW, 4.0, 2.0))
     with engine.flight("whole", 1000), engine.flight("whole", 500, 1):
+        engine.learn(Signals(NOW, 4.0, 1.0))
         found = Router(Fleet([engine]), policy="least_loaded").rank("both", BY_RANK, NOW)
     costs = {item.rank: item.cost for item in found}
-    # Half of the prompt that has no rank, and of the queue's 4 what is not this gateway's own, at 1,024 tokens each.
+    # Half of the prompt that has no rank; of 2 that wait and half a one that runs, what is not this gateway's own.
     assert {rank: round(cost.ahead) for rank, cost in costs.items() if cost} == {
-        0: 500 + round(1.5 * 1024),
-        1: 1000 + 512,
+        0: 500 + 2 * 1024,
+        1: 1000 + 1024,
     }
 
 

@@ -119,6 +119,31 @@ def test_a_queue_that_others_made_counts_and_an_old_sample_does_not(engines):
     assert {router.rank("both", Question("m"), 60.0)[0].endpoint for _ in range(4)} == {engines[0], engines[1]}
 
 
+def test_a_queue_of_another_gateway_is_seen_behind_ones_own_requests(engines):
+    router = Router(Fleet(engines[:2]), policy="least_loaded")
+    for engine, waiting in zip(engines, (8, 0), strict=False):
+        engine.in_flight["whole"] = 10
+        engine.learn(Signals(at=0.0, waiting=waiting, running=10))
+    engines[1].in_flight["whole"] = 15  # five more since, which cost less than eight that wait
+    assert first(router) is engines[1]
+
+
+@pytest.mark.parametrize("policy", ["prefix_affinity", "least_loaded"])
+def test_what_is_sent_is_what_has_to_be_computed(engines, policy):
+    router = Router(Fleet(engines), policy=policy)
+    session = Question("m", tokens=4000, held={engines[2].url: [{"GPU": 3000}]}, session=engines[2].url)
+    (found,) = [one for one in router.rank("both", session, 0.0) if one.endpoint is engines[2]]
+    assert found.work == (1000 if policy == "prefix_affinity" else 4000)
+    assert found.cost is not None
+    assert found.cost.session == -512
+
+
+def test_the_least_loaded_engine_has_the_shortest_prompts_ahead(engines):
+    router = Router(Fleet(engines[:2]), policy="least_loaded")
+    with engines[0].flight("whole", 9000), engines[1].flight("whole", 100), engines[1].flight("whole", 100):
+        assert first(router) is engines[1]
+
+
 def test_equal_keys_go_to_one_engine_and_the_rest_are_spread(engines):
     router = Router(Fleet(engines), policy="consistent_hash")
     firsts = {key: first(router, Question("m", key=b"%d" % key)) for key in range(200)}

@@ -65,6 +65,24 @@ def test_the_gateways_own_requests_do_not_count_twice_in_the_queue():
     assert cost_of(0, [{}], Load(requests=3, tokens=0, waiting=5), WEIGHTS).ahead == 2 * WEIGHTS.waiting
 
 
+def test_a_queue_of_others_counts_behind_requests_of_the_gateway_that_run():
+    busy = Load(requests=20, tokens=0, waiting=6, running=20, sampled=20)
+    assert cost_of(0, [{}], busy, WEIGHTS).ahead == 6 * WEIGHTS.waiting
+    mixed = Load(requests=20, tokens=0, waiting=6, running=20, sampled=23)
+    assert cost_of(0, [{}], mixed, WEIGHTS).ahead == 3 * WEIGHTS.waiting
+
+
+@pytest.mark.parametrize("now", [0, 12, 40])
+def test_requests_that_came_or_went_since_the_sample_are_counted_as_they_are(now):
+    since = cost_of(0, [{}], Load(requests=now, waiting=10, running=20, sampled=30), WEIGHTS)
+    assert (since.ahead, since.crowd) == (0, now * WEIGHTS.running)
+
+
+def test_others_that_run_are_a_crowd_and_no_queue():
+    cost = cost_of(0, [{}], Load(requests=2, waiting=0, running=5, sampled=2), WEIGHTS)
+    assert (cost.ahead, cost.crowd) == (0, 5 * WEIGHTS.running)
+
+
 def test_an_engine_that_is_nearly_full_costs_up_to_the_prompt_again():
     assert cost_of(1000, [{}], Load(kv_usage=0.89), WEIGHTS).full == 0
     assert cost_of(1000, [{}], Load(kv_usage=1.0), WEIGHTS).full == pytest.approx(1000)

@@ -156,6 +156,7 @@ class Endpoint:
         in_flight_tokens: Prompt tokens of those requests, per leg, as far as they are known. With `in_flight` it covers
             what was sent since the last scrape, so that a burst between two scrapes does not pile up.
         rank_flights: The same of each data-parallel rank that requests were sent to by number; they count in both.
+        load_at_sample: Requests in flight when the last sample came, and of those what went to each rank by number.
         sent: Requests this gateway sent it in this epoch, on any leg.
         gate: The smoothed waiting queue; every sample feeds it, whether or not a request needs it.
         gate_changes: Times that a gate that decides ``closed``, that it ``opened`` since the queue was short again, and
@@ -188,6 +189,7 @@ class Endpoint:
         "hearing",
         "in_flight",
         "in_flight_tokens",
+        "load_at_sample",
         "models",
         "origin",
         "rank_flights",
@@ -227,6 +229,7 @@ class Endpoint:
         self.in_flight: dict[Leg, int] = {"prefill": 0, "decode": 0, "whole": 0}
         self.in_flight_tokens: dict[Leg, int] = {"prefill": 0, "decode": 0, "whole": 0}
         self.rank_flights: dict[int, RankFlights] = {}
+        self.load_at_sample: dict[int | None, int] = {None: 0}
         self.sent = 0
         self.scrapes: Counter[str] = Counter()
         self.hearing = Hearing()
@@ -325,6 +328,7 @@ class Endpoint:
         self.signals(signals.at)  # counts the last one, should it have grown too old
         self._signals = signals
         self._sampled = tuple(signals.ranks)
+        self.load_at_sample = {None: self.load, **{rank: share.load for rank, share in self.rank_flights.items()}}
         for rank in self.ranks if len(signals.ranks) > 1 else ():
             if rank in signals.ranks and rank not in self._rank_gates:
                 self._rank_gates[rank] = QueueGate(self._max_waiting, self._max_age)

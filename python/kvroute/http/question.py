@@ -45,7 +45,9 @@ async def ask(gateway: Gateway, incoming: Incoming, session: Place | None, *, di
     """
     body, policy = incoming.body, gateway.router.policy
     note_session(gateway, url_of(session) if session is not None else None)
-    question = Question(model=incoming.model, session=session, by_rank=incoming.api in BY_RANK)
+    # What is sent is ahead of what comes next under any policy that looks at load.
+    tokens = len(incoming.raw) // _BYTES_PER_TOKEN if incoming.api is not None else 0
+    question = Question(model=incoming.model, tokens=tokens, session=session, by_rank=incoming.api in BY_RANK)
     if body is None or incoming.api is None:
         return question
     if policy in {"prefix_affinity", "consistent_hash"}:
@@ -64,8 +66,7 @@ def _by_text(gateway: Gateway, incoming: Incoming, body: Body, question: Questio
         # What begins alike belongs together; the first prefix of a chat is its first message.
         key = prefixes.keys[0] if prefixes.keys else incoming.raw
     guessed = gateway.recent.match(prefixes, gateway.heard())
-    tokens = len(incoming.raw) // _BYTES_PER_TOKEN
-    return dataclasses.replace(question, tokens=tokens, guessed=guessed, key=key, prefixes=prefixes)
+    return dataclasses.replace(question, guessed=guessed, key=key, prefixes=prefixes)
 
 
 async def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, question: Question) -> Question:

@@ -42,7 +42,7 @@ class Plan:
     def work(self, endpoint: Endpoint) -> int:
         """Prompt tokens that the engine is expected to compute, 0 when that is not known."""
         chosen = self._chosen(endpoint)
-        return max(0, round(chosen.cost.compute)) if chosen is not None and chosen.cost is not None else 0
+        return chosen.work if chosen is not None else 0
 
     def rank(self, endpoint: Endpoint) -> int | None:
         """The data-parallel rank of an engine that the request is for; None where the engine picks one.

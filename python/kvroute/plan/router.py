@@ -76,12 +76,15 @@ class Candidate:
         rank: The rank, None where the engine is one or picks it itself.
         cost: Under ``prefix_affinity`` and ``least_loaded``; None where the policy asks for none.
         evidence: Where the cached tokens are known from: ``index``, ``guess``, or ``none``.
+        work: Tokens of the prompts that it is expected to compute, if it is the one that does; 0 where that is not
+            known.
     """
 
     endpoint: Endpoint
     cost: Cost | None = None
     evidence: Literal["index", "guess", "none"] = "none"
     rank: int | None = None
+    work: int = 0
 
 
 class Router:
@@ -130,7 +133,7 @@ class Router:
                     for url in rendezvous(question.key, list(by_url))
                 ]
             case "least_loaded":
-                blank = dataclasses.replace(question, tokens=0, held={}, guessed={})
+                blank = dataclasses.replace(question, held={}, guessed={})
                 return self._scored(engines, blank, turn, role, now)
             case "prefix_affinity":
                 return self._scored(engines, question, turn, role, now)
@@ -153,11 +156,12 @@ class Router:
         lengths = question.lengths
         likely = _with_guess(held or [{}] * len(lengths), lengths, guess)
         cost = cost_of(question.tokens, likely, load_of(engine, now, rank), self._weights)
+        work = round(cost.compute)
         if role == "decode":
             cost = dataclasses.replace(cost, compute=cost.compute * _TRANSFER)
         if _served(question.session, engine.url, rank):
-            cost = dataclasses.replace(cost, compute=cost.compute - self._session_tokens)
-        return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none", rank)
+            cost = dataclasses.replace(cost, session=-float(self._session_tokens))
+        return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none", rank, work)
 
     def _turn(self, role: Role, model: str | None) -> int:
         # Per role and model, so that interleaved models do not share one counter.
@@ -210,7 +214,7 @@ def load_of(engine: Endpoint, now: float, rank: int | None = None) -> Load:
     tokens = sum(engine.in_flight_tokens.values())
     if signals is None:
         return Load(requests=engine.load, tokens=tokens)
-    return Load(engine.load, tokens, signals.waiting, signals.running, signals.usage)
+    return Load(engine.load, tokens, signals.waiting, signals.running, signals.usage, engine.load_at_sample[None])
 
 
 def _rank_load(engine: Endpoint, now: float, rank: int) -> Load:
@@ -218,6 +222,8 @@ def _rank_load(engine: Endpoint, now: float, rank: int) -> Load:
     flights = engine.rank_flights
     own = flights.get(rank)
     spread_requests = engine.load - sum(share.load for share in flights.values())
+    then = engine.load_at_sample
+    sampled = then.get(rank, 0) + (then[None] - sum(load for at, load in then.items() if at is not None)) / count
     spread_tokens = sum(engine.in_flight_tokens.values()) - sum(share.tokens for share in flights.values())
     requests = (own.load if own is not None else 0) + spread_requests / count
     tokens = (own.tokens if own is not None else 0) + spread_tokens / count
@@ -226,5 +232,5 @@ def _rank_load(engine: Endpoint, now: float, rank: int) -> Load:
         return Load(requests, tokens)
     sample = signals.ranks.get(rank)
     if sample is not None:
-        return Load(requests, tokens, sample.waiting, sample.running, sample.usage)
-    return Load(requests, tokens, signals.waiting / count, signals.running / count, signals.usage)
+        return Load(requests, tokens, sample.waiting, sample.running, sample.usage, sampled)
+    return Load(requests, tokens, signals.waiting / count, signals.running / count, signals.usage, sampled)

@@ -33,6 +33,8 @@ class Load:
         waiting: ``vllm:num_requests_waiting`` of a fresh sample, else None.
         running: ``vllm:num_requests_running`` likewise.
         kv_usage: ``vllm:kv_cache_usage_perc`` likewise, 0 to 1.
+        sampled: Requests of this gateway that were in flight there when the sample was taken, so that it is known how
+            many of those counted are others'; None: as many as now.
     """
 
     requests: float = 0
@@ -40,6 +42,7 @@ class Load:
     waiting: float | None = None
     running: float | None = None
     kv_usage: float | None = None
+    sampled: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,11 +78,12 @@ class Cost:
     ahead: float
     crowd: float
     full: float
+    session: float = 0.0
 
     @property
     def total(self) -> float:
         """What engines are ordered by."""
-        return self.compute + self.ahead + self.crowd + self.full
+        return self.compute + self.ahead + self.crowd + self.full + self.session
 
 
 def saved_tokens(tiers: Tiers, weights: Weights) -> float:
@@ -106,14 +110,16 @@ def cost_of(prompt_tokens: int, held: Sequence[Tiers], load: Load, weights: Weig
         weights: How much each part counts.
     """
     compute = max(0.0, prompt_tokens - sum(saved_tokens(tiers, weights) for tiers in held))
-    # What others wait for there; requests of this gateway are counted by their tokens and would count twice.
-    strangers = max(0.0, (load.waiting or 0.0) - load.requests)
-    running = max(load.running or 0.0, load.requests)
+    # Requests of this gateway are counted by their tokens, and as they are now; a sample counts them as they were.
+    ours = load.requests if load.sampled is None else load.sampled
+    strangers = max(0.0, (load.waiting or 0.0) + (load.running or 0.0) - ours)
+    queued = min(strangers, load.waiting or 0.0)
+    running = load.requests + strangers - queued
     full = 0.0
     if load.kv_usage is not None and load.kv_usage > weights.full_from:
         # At 100 % the whole prompt counts once more: its KV drives out that of others, or waits for a free block.
         full = prompt_tokens * (min(load.kv_usage, 1.0) - weights.full_from) / max(1.0 - weights.full_from, 1e-6)
-    return Cost(compute, load.tokens + strangers * weights.waiting, running * weights.running, full)
+    return Cost(compute, load.tokens + queued * weights.waiting, running * weights.running, full)
 
 
 def spread(ordered: Sequence[_T], costs: Sequence[float], turn: int, *, within: float = 0.0) -> list[_T]:
