@@ -226,6 +226,17 @@ async def test_an_engine_without_kv_events_is_named_where_they_are_wanted(mode, 
     assert all("publishes no KV events" in item.line() for item in items)
 
 
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [({}, "2 data-parallel ranks, each chosen by itself"), ({"plugin": False}, "it is not certain which")],
+)
+async def test_several_ranks_are_found_by_what_an_engine_says_or_counts(members, words):
+    async with SimFleet([EngineSpec("e", dp_size=2, **members)], time_scale=0) as fleet:
+        result = await asyncio.to_thread(run, "check", "--endpoint", fleet["e"].url)
+
+    assert words in result.output
+
+
 async def test_engines_whose_kv_events_are_heard_are_named():
     (item,) = await heard([EngineSpec("e", events=True, dp_size=2)])
 

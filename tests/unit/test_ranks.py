@@ -98,11 +98,6 @@ def test_that_there_are_several_is_known_sooner_than_which(known, several):
     assert endpoint(**known).several_ranks is several
 
 
-def test_the_plugin_speaks_against_a_wrong_declaration():
-    assert Declared(ranks=4).contradictions(Capabilities(ranks=(0, 1))) == ["data_parallel_size"]
-    assert Declared(ranks=2).contradictions(Capabilities(ranks=(2, 3))) == []
-
-
 @pytest.mark.parametrize(
     ("said", "ranks"),
     [([0, 1], (0, 1)), ([2], (2,)), ([0, "1"], None), ([0, True], None), ([-1, 0], None), ([], None), (None, None)],

@@ -15,6 +15,7 @@ from kvroute import log
 from kvroute.cli.findings import findings, summary
 from kvroute.cli.hearing import hearing
 from kvroute.cli.options import fleet_options, settings_from
+from kvroute.cli.ranks import ranks
 from kvroute.http.gateway import Gateway
 from kvroute.tokens import TokenizerError
 
@@ -62,7 +63,8 @@ async def _probe(settings: Settings) -> tuple[list[str], list[Finding]]:
             await gateway.monitor.first_round()
             await gateway.prompts.settled()
             await gateway.listener.settled()
-            heard = list(hearing(settings, gateway.fleet))
+            await gateway.scraper.once()
+            heard = [*hearing(settings, gateway.fleet), *ranks(settings, gateway.fleet)]
         return list(summary(gateway.fleet)), [*findings(settings, gateway.fleet, gateway.prompts), *heard]
     finally:
         await gateway.close()

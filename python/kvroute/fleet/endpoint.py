@@ -38,8 +38,6 @@ class Declared:
             names.append("bidirectional_kv_xfer")
         if found.kv_layout is not None and self.kv_layout not in {None, found.kv_layout}:
             names.append("kv_layout")
-        if found.ranks is not None and self.ranks not in {None, len(found.ranks)}:
-            names.append("data_parallel_size")
         return names
 
 
@@ -163,6 +161,7 @@ class Endpoint:
             that it ``expired``: it stood open again because its last sample grew too old.
         hearing: What is heard of its KV events.
         cached: What the index predicted that it has cached, against what it counted.
+        sampled_ranks: The data-parallel ranks that its last sample named.
         scrapes: How scrapes ended: ``ok``, ``failed``, ``unreadable``; and ``stale``, the times that the last sample
             grew too old to say anything.
         watchers: Called when the engine comes in or its epoch grows.
@@ -173,7 +172,6 @@ class Endpoint:
         "_max_age",
         "_max_waiting",
         "_rank_gates",
-        "_sampled",
         "_signals",
         "_use_ranks",
         "api_key",
@@ -194,6 +192,7 @@ class Endpoint:
         "origin",
         "rank_flights",
         "role",
+        "sampled_ranks",
         "scrapes",
         "seen",
         "sent",
@@ -242,7 +241,7 @@ class Endpoint:
         self.gate = QueueGate(max_waiting, max_age)
         self.gate_changes: Counter[str] = Counter()
         self._rank_gates: dict[int, QueueGate] = {}
-        self._sampled: tuple[int, ...] = ()
+        self.sampled_ranks: tuple[int, ...] = ()
         self._use_ranks = use_ranks
 
     @property
@@ -253,13 +252,13 @@ class Endpoint:
         """
         if not self._use_ranks:
             return ()
-        return addressable(self.capabilities, self.declared.ranks, self.hearing, self._sampled)
+        return addressable(self.capabilities, self.declared.ranks, self.hearing, self.sampled_ranks)
 
     @property
     def several_ranks(self) -> bool:
         """Whether anything tells of several ranks, so that equal requests may meet different ones."""
         said = self.capabilities.ranks or ()
-        return max(len(self.hearing.ranks), len(self._sampled), len(said), self.declared.ranks or 0) > 1
+        return max(len(self.hearing.ranks), len(self.sampled_ranks), len(said), self.declared.ranks or 0) > 1
 
     @property
     def load(self) -> int:
@@ -316,7 +315,7 @@ class Endpoint:
         self._signals = None
         self.gate = QueueGate(self._max_waiting, self._max_age)
         self._rank_gates.clear()
-        self._sampled = ()
+        self.sampled_ranks = ()
         self._tell()
 
     def _tell(self) -> None:
@@ -327,7 +326,7 @@ class Endpoint:
         """Take a sample of the engine's load."""
         self.signals(signals.at)  # counts the last one, should it have grown too old
         self._signals = signals
-        self._sampled = tuple(signals.ranks)
+        self.sampled_ranks = tuple(signals.ranks)
         self.load_at_sample = {None: self.load, **{rank: share.load for rank, share in self.rank_flights.items()}}
         for rank in self.ranks if len(signals.ranks) > 1 else ():
             if rank in signals.ranks and rank not in self._rank_gates:

@@ -49,6 +49,11 @@ class Scraper:
     async def __aexit__(self, *_: object) -> None:
         await end(self._tasks)
 
+    async def once(self) -> None:
+        """Take one sample of every engine that takes part in routing, unless the settings say never."""
+        if self._every:
+            await asyncio.gather(*(self._scrape(endpoint) for endpoint in self._fleet.endpoints if endpoint.healthy))
+
     async def _watch(self, endpoint: Endpoint) -> None:
         came = asyncio.Event()
         endpoint.watchers.append(came.set)
