@@ -298,7 +298,7 @@ async def test_without_a_rank_no_turn_skips_prefill(client):
         assert broken(prefill, decode) == []
 
 
-@pytest.mark.parametrize("options", [{}, OFF])
+@pytest.mark.parametrize("options", [{}, {"routing__policy": "least_loaded"}, OFF])
 async def test_kv_is_read_back_across_ranks(client, options):
     async with SimFleet(pair(), time_scale=0) as fleet:
         prefill, decode = fleet["p"], fleet["d"]
@@ -311,7 +311,7 @@ async def test_kv_is_read_back_across_ranks(client, options):
         handoffs = {params["remote_engine_id"] for params in legs(decode) if params.get("remote_block_ids")}
         assert len(handles) == 3
         assert handoffs <= {f"p-1_dp{rank}" for rank in range(3)}
-        if not options:
+        if options is not OFF:
             # The conversation stays on its decode rank, and that is the one whose KV is read.
             assert len(set(asked(decode))) == 1
             assert set(handles) == {f"d-1_dp{asked(decode)[0]}"}
