@@ -51,6 +51,13 @@ def by_rank(engine: Engine, name: str) -> list[int]:
     return [int(engine.metric(name, engine=str(rank))) for rank in RANKS]
 
 
+async def counted(engine: Engine) -> tuple[list[int], list[int]]:
+    """Prompt tokens that each rank looked for in its cache, and that it found there."""
+    names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+    queries, hits = [await asyncio.to_thread(by_rank, engine, name) for name in names]
+    return queries, hits
+
+
 async def test_each_rank_finds_what_the_index_has_of_it(ranked: Engine) -> None:
     async with (
         running(endpoints=[ranked.url], signals__kv_events="on", health__interval_seconds=0.2) as gateway,
@@ -68,10 +75,7 @@ async def test_each_rank_finds_what_the_index_has_of_it(ranked: Engine) -> None:
         counts = [0, 0]
         for prompt, salt in prompts(20, 40):
             expected = predicted(prompt, salt)
-            queries, hits = [
-                await asyncio.to_thread(by_rank, ranked, f"vllm:prefix_cache_{what}_total")
-                for what in ("queries", "hits")
-            ]
+            queries, hits = await counted(ranked)
             body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, **({"cache_salt": salt} if salt else {})}
             async with client.post(gateway.url + "/v1/completions", json=body) as answer:
                 assert answer.status == 200, await answer.text()
@@ -80,17 +84,16 @@ async def test_each_rank_finds_what_the_index_has_of_it(ranked: Engine) -> None:
             counts[rank] += 1
             assert asked == counts
 
-            ran = await asyncio.to_thread(by_rank, ranked, "vllm:prefix_cache_queries_total")
-            found = await asyncio.to_thread(by_rank, ranked, "vllm:prefix_cache_hits_total")
+            ran, found = await counted(ranked)
             assert [now - then for now, then in zip(ran, queries, strict=True)] == [
                 len(prompt) if one == rank else 0 for one in RANKS
             ]
-            assert found[rank] - hits[rank] == expected[rank] == max(expected)
+            assert found[rank] - hits[rank] == expected[rank]
             whole = (len(prompt) - 1) // ranked.block_size * ranked.block_size
             await until(lambda: predicted(prompt, salt)[rank] == whole)  # noqa: B023 - awaited at once
         assert min(counts) > 5
         assert gateway.metric("kvroute_cached_tokens_answers_total", endpoint=ranked.url, outcome="exact") == 40
-        assert sum(by_rank(ranked, "vllm:prefix_cache_hits_total")) > 1000
+        assert sum(found) > 1000
 
 
 @pytest.mark.parametrize(("rank", "status"), [("1", 200), ("2", 400), ("x", 200)])

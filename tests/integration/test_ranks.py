@@ -270,6 +270,16 @@ def pair(**members):
     return [simulated.prefill(dp_size=3, **members), simulated.decode(dp_size=3, **members), COLD]
 
 
+async def test_an_aggregated_conversation_stays_on_its_rank(client):
+    async with SimFleet([simulated.both(dp_size=3)], time_scale=0) as fleet:
+        async with running(endpoints=[fleet["e"].url], routing__policy="least_loaded") as gateway:
+            for text in ("one", "other", "last"):
+                await complete(client, gateway.url, text, conversation_id="c")
+            await complete(client, gateway.url, "one", conversation_id="d")
+        *same, _ = asked(fleet["e"])
+        assert len(set(same)) == 1
+
+
 async def test_a_turn_goes_straight_to_the_rank_that_holds_it(client):
     async with SimFleet(pair(), time_scale=0) as fleet:
         prefill, decode = fleet["p"], fleet["d"]
