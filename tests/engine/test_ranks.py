@@ -66,7 +66,7 @@ async def test_each_rank_finds_what_the_index_has_of_it(ranked: Engine) -> None:
         endpoint, index = gateway.endpoint(ranked.url), gateway.gateway.index
         await until(lambda: endpoint.hearing.state == "live")
         # By the plugin and by events.
-        assert endpoint.capabilities.ranks == tuple(endpoint.hearing.ranks) == endpoint.ranks == RANKS
+        assert endpoint.capabilities.ranks == tuple(sorted(endpoint.hearing.ranks)) == endpoint.ranks == RANKS
 
         def predicted(prompt: list[int], salt: str | None) -> list[int]:
             found = index.match(prompt, cache_salt=salt)
