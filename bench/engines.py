@@ -107,6 +107,10 @@ class Counts:
             value for (found, has), value in self._samples.items() if found == name and wanted <= dict(has).items()
         )
 
+    def labels(self, name: str) -> dict[str, str]:
+        """The labels of a sample of that name, as information metrics have them; empty without one."""
+        return next((dict(has) for found, has in self._samples if found == name), {})
+
     def by(self, name: str, label: str) -> dict[str, float]:
         """The sums of a name's samples by one of its labels, zeros left out."""
         sums: dict[str, float] = {}
