@@ -134,6 +134,30 @@ async def test_a_plan_is_explained_and_nothing_is_done(client):
         assert first["cost"]["total"] == pytest.approx(sum(first["cost"].values()) - first["cost"]["total"])
 
 
+async def test_tokens_come_from_another_engine_while_one_leaves_them(client):
+    async with fleet_of(*(simulated.both(f"e{i}", events=True) for i in range(2))) as engines:
+        first, _ = engines
+        async with running(endpoints=[engine.url for engine in engines], **POLICY) as gateway:
+            await heard(gateway, *engines)
+            prompts = gateway.gateway.prompts
+
+            def made():
+                return gateway.metric("kvroute_prompts_tokenized_total", source="engine", outcome="ok")
+
+            await say(client, gateway, "proves it")
+            await prompts.settled()
+            await say(client, gateway, LONG)
+            assert made() == 1
+            first.faults.add("status", status=500, count=-1, path="/tokenize")
+            for number in range(3):
+                await say(client, gateway, f"{number} {LONG}")
+            assert gateway.metric("kvroute_tokenize_rests_total", endpoint=first.url) == 1
+            await say(client, gateway, "proves the other")
+            await prompts.settled()
+            await say(client, gateway, f"again {LONG}")
+            assert made() == 2
+
+
 async def test_a_plan_is_explained_to_nobody_without_the_key(client):
     async with fleet_of(simulated.both("e")) as (engine,):
         right: dict[str, Any] = {"server__debug_key": "right"}

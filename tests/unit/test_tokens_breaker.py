@@ -43,3 +43,16 @@ def test_after_its_rest_one_request_at_a_time_tries():
     assert breaker.admit()
     breaker.succeeded()
     assert breaker.admit()
+
+
+def test_those_who_asked_before_it_opened_neither_open_it_again_nor_lengthen_its_rest():
+    breaker, clock, opened = made()
+    assert [breaker.admit() for _ in range(8)] == [True] * 8
+    for _ in range(8):
+        breaker.failed()
+        clock.now += 1
+    assert opened == [102.0]
+    assert breaker.resting
+    clock.now = 112.0
+    assert not breaker.resting
+    assert breaker.admit()

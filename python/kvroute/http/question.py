@@ -93,8 +93,9 @@ async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> list[Toke
     engines = gateway.fleet.able(role, incoming.model)
     if not any(engine.hearing.state == "live" for engine in engines):
         return None
+    asked = gateway.prompts.choose(engines, incoming.model)
     try:
-        return await gateway.prompts.of_each(engines[0], incoming.api, body, incoming.headers_for(engines[0]))
+        return await gateway.prompts.of_each(asked, incoming.api, body, incoming.headers_for(asked))
     except NoTokens:
         return None  # counted there; routing goes on by load, by session and by where the text was sent
 

@@ -22,7 +22,7 @@ class Breaker:
         clock: Monotonic seconds.
     """
 
-    __slots__ = ("_clock", "_failed", "_limit", "_on_open", "_rest", "_until")
+    __slots__ = ("_clock", "_failed", "_limit", "_on_open", "_rest", "_trying", "_until")
 
     def __init__(
         self,
@@ -37,24 +37,35 @@ class Breaker:
         self._on_open = on_open
         self._clock = clock
         self._failed = 0
+        self._trying = False
         self._until = 0.0
+
+    @property
+    def resting(self) -> bool:
+        """Whether the source would not be asked now."""
+        return self._failed >= self._limit and self._clock() < self._until
 
     def admit(self) -> bool:
         """Whether the source may be asked now; when it had rested, only one caller hears yes until it answers."""
         if self._failed < self._limit:
             return True
-        if self._clock() < self._until:
+        if self.resting:
             return False
         self._until = self._clock() + self._rest
+        self._trying = True
         return True
 
     def succeeded(self) -> None:
         """The source answered in time."""
         self._failed = 0
+        self._trying = False
 
     def failed(self) -> None:
         """The source was slow or failed."""
+        if self._failed >= self._limit and not self._trying:
+            return  # it was asked before the breaker opened: that is no news, and no reason to rest longer
         self._failed += 1
+        self._trying = False
         if self._failed >= self._limit:
             self._until = self._clock() + self._rest
             if self._on_open is not None:

@@ -76,6 +76,23 @@ class Prompts:
         self._proving: dict[Key, asyncio.Task[None]] = {}
         self._breakers: dict[str, Breaker] = {}
 
+    def choose(self, engines: Sequence[Endpoint], model: str | None) -> Endpoint:
+        """Which of the engines that may serve a request to ask for its tokens.
+
+        The first whose source does not rest and is not known to be of no use; without one, the first.
+
+        Args:
+            engines: At least one.
+            model: The request's.
+        """
+        return next((engine for engine in engines if self._usable(engine, model)), engines[0])
+
+    def _usable(self, endpoint: Endpoint, model: str | None) -> bool:
+        breaker, proof = self._breakers.get(endpoint.url), self.proof(endpoint, model)
+        if breaker is not None and breaker.resting:
+            return False
+        return proof is None or bool(proof.engine or proof.local)
+
     async def of(
         self, endpoint: Endpoint, api: Api | None, body: Body, headers: Sequence[tuple[bytes, bytes]]
     ) -> Tokens:
