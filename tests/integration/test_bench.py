@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from bench import break_even
 from bench.load import Load, Request, ask, asked_once
 from bench.selective import report
 from bench.selective.arm import Arm
@@ -134,3 +135,51 @@ async def test_the_policies_act_on_the_fleets_of_the_selective_cells(pd, policie
     assert found["512+8"].decisions()["allowed"] > 0
     cell = Cell("1k/c64", 1024, 2)
     Console(file=io.StringIO()).print(report.times([(cell, found)], published=True), report.decisions([(cell, found)]))
+
+
+@pytest.fixture
+async def tiered():
+    spec = EngineSpec("e", block_size=64, num_gpu_blocks=128, cpu_blocks=1000, prompt_tokens_details=True, end_every=0)
+    async with SimFleet([spec], time_scale=0) as fleet:
+        yield fleet["e"]
+
+
+@pytest.mark.parametrize("options", [(), ("--at-once", "3", "--cpu-only")])
+async def test_the_break_even_is_measured_between_loads_and_computations(tiered, options):
+    arguments = break_even.parse([tiered.url, "--lengths", "512", "1024", "--repeat", "2", *options])
+    out = io.StringIO()
+    points = await break_even.run(arguments, Console(file=out))
+    assert [(point.tokens, point.loaded) for point in points] == [(512, 448), (1024, 960)]
+    each = 2 * arguments.at_once * (448 + 960)
+    assert tiered.cores[0].stats.cached_by_source["host"] == each
+    assert "min_external_reusable_tokens" in out.getvalue() or "load_policy: disable" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"cpu_blocks": 0}, "nothing was loaded"),
+        ({"version": "0.30.0"}, "does not know max_load_tokens"),
+        ({"prompt_tokens_details": False}, "--enable-prompt-tokens-details"),
+    ],
+)
+async def test_an_engine_on_which_there_is_nothing_to_measure_is_named(members, words):
+    spec = EngineSpec(
+        "e", **{"block_size": 64, "num_gpu_blocks": 128, "cpu_blocks": 1000, "prompt_tokens_details": True, **members}
+    )
+    async with SimFleet([spec], time_scale=0) as fleet:
+        arguments = break_even.parse([fleet["e"].url, "--lengths", "512", "--repeat", "1"])
+        with pytest.raises(break_even.BreakEvenError, match=words):
+            await break_even.run(arguments, Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [((-1, -1, -1), None), ((1, 1, 1), 100), ((-1, 1, 3), 150), ((1, -1, 3), 225), ((-1, 1, -1), None)],
+)
+def test_the_break_even_is_where_loading_stays_faster(gains, expected):
+    points = [
+        break_even.Point(tokens, tokens, load_seconds=10, compute_seconds=10 + gain)
+        for tokens, gain in zip((100, 200, 300), gains, strict=True)
+    ]
+    assert break_even.break_even(points) == expected
