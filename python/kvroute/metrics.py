@@ -143,9 +143,10 @@ class Metrics:
         conversations: Callable[[], int],
         draining: Callable[[], bool],
         verifier: Callable[[Endpoint], str],
+        selective: Callable[[Endpoint], bool | None],
     ) -> None:
         """Read gauges from the fleet and the store at scrape time, so that a removed engine leaves no series behind."""
-        self.registry.register(_State(fleet, conversations, draining, verifier))
+        self.registry.register(_State(fleet, conversations, draining, verifier, selective))
         self.registry.register(_Pinned(ledger))
 
     def text(self) -> bytes:
@@ -186,11 +187,13 @@ class _State:
         conversations: Callable[[], int],
         draining: Callable[[], bool],
         verifier: Callable[[Endpoint], str],
+        selective: Callable[[Endpoint], bool | None],
     ) -> None:
         self._fleet = fleet
         self._conversations = conversations
         self._draining = draining
         self._verifier = verifier
+        self._selective = selective
 
     def collect(self) -> Iterator[Metric]:
         healthy = GaugeMetricFamily(
@@ -210,7 +213,15 @@ class _State:
             "1 for who compares tokens before this prefill engine reads KV back; the setting conversations.verify.",
             labels=("endpoint", "verifier"),
         )
+        selective = GaugeMetricFamily(
+            "kvroute_selective_kv_effective",
+            "1 where the engine heeds what the selective KV policy sets, 0 where the policy has no effect.",
+            labels=("endpoint",),
+        )
         for endpoint in self._fleet.endpoints:
+            effective = self._selective(endpoint) if endpoint.healthy else None
+            if effective is not None:
+                selective.add_metric((endpoint.url,), float(effective))
             healthy.add_metric((endpoint.url, endpoint.role), float(endpoint.healthy))
             epochs.add_metric((endpoint.url,), float(endpoint.epoch))
             for leg, count in endpoint.in_flight.items():
@@ -230,6 +241,7 @@ class _State:
         yield flights
         yield reuse
         yield verifiers
+        yield selective
         yield epochs
         yield from load_families(self._fleet.endpoints)
         yield from gate_families(self._fleet.endpoints)

@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 from importlib import import_module
+from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -237,6 +239,31 @@ async def test_several_ranks_are_found_by_what_an_engine_says_or_counts(members,
     assert words in result.output
 
 
+async def test_a_threshold_without_evidence_is_named():
+    threshold: dict[str, Any] = {
+        "selective_kv__load_policy": "threshold",
+        "selective_kv__min_external_reusable_tokens": 8,
+    }
+    (silent,) = await heard([EngineSpec("e")], **threshold)
+    assert silent.level == "warning"
+    assert "publishes no KV events" in silent.line()
+    assert "leaves loads there to the client" in silent.line()
+    (live,) = await heard([EngineSpec("e", events=True)], **threshold)
+    assert live.level == "ok"
+
+    async with SimFleet([EngineSpec("e", events=True, event_buffer=1)], time_scale=0) as fleet:
+        async with aiohttp.ClientSession() as client:
+            for number in range(3):
+                body = {"model": "sim", "prompt": [number] * 40, "max_tokens": 1}
+                async with client.post(fleet["e"].url + "/v1/completions", json=body) as answer:
+                    assert answer.status == 200
+        for settings, level in ((threshold, "warning"), ({}, "ok")):
+            async with running(endpoints=fleet.urls(), **settings) as gateway:
+                await gateway.gateway.listener.settled()
+                (late,) = hearing(gateway.gateway.settings, gateway.gateway.fleet)
+            assert late.level == level, late.line()
+
+
 async def test_engines_whose_kv_events_are_heard_are_named():
     (item,) = await heard([EngineSpec("e", events=True, dp_size=2)])
 
@@ -327,6 +354,21 @@ async def selected(specs, **settings):
     """What is found about an aggregated fleet."""
     async with SimFleet(specs, time_scale=0) as fleet, running(endpoints=fleet.urls(), **settings) as gateway:
         return findings(gateway.gateway.settings, gateway.gateway.fleet)
+
+
+async def test_where_the_selective_policy_has_effect_is_a_metric():
+    specs = [EngineSpec("old", version="0.30.0"), EngineSpec("new"), EngineSpec("whole", nixl=True)]
+    name = "kvroute_selective_kv_effective"
+    async with SimFleet(specs, time_scale=0) as fleet:
+        cases: list[tuple[dict[str, Any], list[float | None]]] = [
+            ({"selective_kv__load_policy": "disable"}, [0, 1, 0]),
+            ({"selective_kv__offload_policy": "disable"}, [1, 1, 0]),
+            ({}, [None, None, None]),
+        ]
+        for settings, expected in cases:
+            async with running(endpoints=fleet.urls(), **settings) as gateway:
+                told = gateway.gateway.metrics.registry.get_sample_value
+                assert [told(name, {"endpoint": url}) for url in fleet.urls()] == expected, settings
 
 
 async def test_a_selective_policy_without_effect_is_named():

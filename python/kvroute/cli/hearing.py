@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvroute.fleet import Endpoint, Fleet
 
 _UNKNOWN = "what it caches is guessed from what was sent there"
+_UNDECIDED = "; selective_kv.load_policy threshold leaves loads there to the client"
 
 
 def hearing(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
@@ -29,14 +30,25 @@ def hearing(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
             "pip install 'kvroute[events]', or set signals.kv_events: off",
         )
         return
+    by_threshold = settings.selective_kv is not None and settings.selective_kv.load_policy == "threshold"
     for endpoint in fleet.endpoints:
-        if endpoint.healthy and endpoint.hearing.wanted:
-            yield _of(endpoint)
+        decides = by_threshold and endpoint.role != "decode"
+        if endpoint.healthy and (endpoint.hearing.wanted or decides):
+            yield _of(endpoint, decides=decides)
 
 
-def _of(endpoint: Endpoint) -> Finding:
+def _of(endpoint: Endpoint, *, decides: bool) -> Finding:
     heard = endpoint.hearing
+    unknown = _UNKNOWN + _UNDECIDED if decides else _UNKNOWN
     if heard.state == "live":
+        if decides and not all(rank.whole for rank in heard.ranks.values()):
+            return Finding(
+                "warning",
+                endpoint.url,
+                "its KV events are heard, but not from its start on",
+                "it may hold more than is known" + _UNDECIDED,
+                "keep more batches (buffer_steps of --kv-events-config), or restart it while the gateway runs",
+            )
         ranks = f"{len(heard.ranks)} ranks" if len(heard.ranks) > 1 else "1 rank"
         return Finding("ok", endpoint.url, f"its KV events are heard ({ranks}, {heard.batches} batches so far)")
     if heard.state == "off":
@@ -44,7 +56,7 @@ def _of(endpoint: Endpoint) -> Finding:
             "warning",
             endpoint.url,
             "publishes no KV events",
-            _UNKNOWN,
+            unknown,
             "start it with --kv-events-config, or set endpoints[].kv_events for vLLM before 0.32",
         )
     if heard.state == "replaying":
@@ -59,6 +71,6 @@ def _of(endpoint: Endpoint) -> Finding:
         "warning",
         endpoint.url,
         "its KV event publisher cannot be reached",
-        _UNKNOWN,
+        unknown,
         "let the gateway connect to the address of --kv-events-config, or correct endpoints[].kv_events",
     )

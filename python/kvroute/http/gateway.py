@@ -123,6 +123,7 @@ class Gateway:
             conversations=lambda: len(self.store),
             draining=lambda: self.draining,
             verifier=lambda prefill: self.acting(prefill).verifier,
+            selective=self.selective.effective,
         )
         self.metrics.registry.register(IndexSizes(self.fleet, self.index))
 

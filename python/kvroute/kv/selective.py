@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _FIRST_RELEASE = (0, 31)
 """Of vLLM, that honours ``max_load_tokens`` (vllm 55885); earlier ones ignore it without a word."""
+_FIRST_FOR_OFFLOADS = (0, 29)
+"""Of vLLM, that honours ``max_offload_tokens``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,12 +55,23 @@ class Selective:
         self._policy = None
         self.active = settings is not None
         self.needs_evidence = settings is not None and settings.load_policy == "threshold"
+        self._limits_loads = settings is not None and settings.load_policy != "preserve"
         if settings is not None:
             self._policy = SelectivePolicy(
                 load_policy=settings.load_policy,
                 offload_policy=settings.offload_policy,
                 min_external_reusable_tokens=settings.min_external_reusable_tokens or 0,
             )
+
+    def effective(self, endpoint: Endpoint) -> bool | None:
+        """Whether an engine that loads heeds what the policy sets; None without a policy, and for decode engines."""
+        if not self.active or endpoint.role == "decode":
+            return None
+        release = endpoint.capabilities.release
+        needed = _FIRST_RELEASE if self._limits_loads else _FIRST_FOR_OFFLOADS
+        # One that serves requests whole gets no parameters when it would hold their blocks, see `aggregated_params`.
+        reached = endpoint.role == "prefill" or not endpoint.capabilities.bidirectional
+        return reached and release is not None and release >= needed
 
     def apply(
         self,
