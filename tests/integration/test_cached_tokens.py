@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from kvroute.sim import EngineSpec, SimFleet
-from tests.integration.test_evidence import BLOCK, COMPLETIONS, policy, post, prompt, published, run
+from tests.support.evidence import BLOCK, COMPLETIONS, policy, post, prompt, published, run
 from tests.support.gateway import running, until
 from tests.support.publisher import stored
 from tests.support.simulated import MODEL, both, decode

@@ -74,6 +74,10 @@ def json_answer(tree: dict[str, Any]) -> web.Response:
     return web.Response(body=orjson.dumps(tree), content_type="application/json")
 
 
+def _age(now: float, at: float | None) -> float | None:
+    return round(now - at, 2) if at is not None else None
+
+
 def _cost(total: float, parts: dict[str, float]) -> dict[str, float]:
     return {"total": round(total, 1), **{name: round(value, 1) for name, value in parts.items()}}
 
@@ -90,8 +94,9 @@ def _engine(
         "waiting": load.waiting,
         "running": load.running,
         "kv_usage": load.kv_usage,
-        "sample_age_seconds": round(now - signals.at, 2) if signals is not None else None,
+        "sample_age_seconds": _age(now, signals.at if signals is not None else None),
         "kv_events": heard.state if heard is not None else "off",
+        "kv_events_age_seconds": _age(now, heard.heard_at if heard is not None else None),
         "held_tokens": question.held.get(place),
         "guessed_share": round(question.guessed.get(place, 0.0), 3),
     }
