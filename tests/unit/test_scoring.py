@@ -3,9 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.plan.hashing import rendezvous
-from kvroute.plan.scoring import Load, Weights, cost_of, saved_tokens, spread
+from kvroute.plan.scoring import Cost, Load, Weights, burden_of, saved_tokens, spread, uncached_tokens
 
 WEIGHTS = Weights()
+
+
+def cost_of(tokens, held, load, weights):
+    return Cost(uncached_tokens(tokens, held, weights), *burden_of(load, tokens, weights))
+
+
 TIERS = st.dictionaries(st.sampled_from(["GPU", "CPU", "STORAGE", "LATER"]), st.integers(0, 10_000))
 LOADS = st.builds(
     Load,

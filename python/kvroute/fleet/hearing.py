@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Literal, TypeAlias
 
 State: TypeAlias = Literal["off", "gap", "replaying", "live"]
-_WORST_FIRST: tuple[State, ...] = ("gap", "replaying", "live")
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,8 +59,13 @@ class Hearing:
     @property
     def state(self) -> State:
         """The state of the worst rank; ``off`` when no rank is subscribed to."""
-        states = {rank.state for rank in self.ranks.values()}
-        return next((state for state in _WORST_FIRST if state in states), "off")
+        found: State = "off"
+        for rank in self.ranks.values():
+            if rank.state == "gap":
+                return "gap"
+            if found != "replaying":
+                found = rank.state
+        return found
 
     @property
     def heard_at(self) -> float | None:

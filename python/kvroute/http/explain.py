@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,7 @@ def explain(gateway: Gateway, incoming: Incoming, plan: Plan, claim: Claim) -> d
                 "endpoint": candidate.endpoint.url,
                 "rank": candidate.rank,
                 "role": candidate.endpoint.role,
-                "cost": _cost(candidate.cost.total, dataclasses.asdict(candidate.cost)) if candidate.cost else None,
+                "cost": _cost(candidate.cost.total, candidate.cost._asdict()) if candidate.cost else None,
                 "evidence": candidate.evidence,
                 **_engine(gateway, incoming, plan.question, candidate, now),
             }

@@ -20,6 +20,7 @@ from kvroute.kv.conversations import Limits, MemoryStore
 from kvroute.kv.ledger import Ledger
 from kvroute.kv.selective import Selective
 from kvroute.metrics import Metrics
+from kvroute.plan.place import url_of
 from kvroute.plan.recent import Recent
 from kvroute.plan.reuse import Acting, acting
 from kvroute.plan.router import Router
@@ -131,13 +132,15 @@ class Gateway:
         """Who compares tokens before the prefill engine reads KV back."""
         return acting(prefill.capabilities, self.settings.conversations.verify)
 
-    def heard(self) -> set[Place]:
-        """Engines whose KV events are heard without a gap on all ranks, and each rank that is so heard."""
-        found: set[Place] = {endpoint.url for endpoint in self.fleet.endpoints if endpoint.hearing.state == "live"}
-        for endpoint in self.fleet.endpoints:
-            ranks = endpoint.hearing.ranks
-            found.update((endpoint.url, number) for number, rank in ranks.items() if rank.state == "live")
-        return found
+    def hears(self, place: Place) -> bool:
+        """Whether KV events are heard without a gap: of all ranks of an engine, or of the one that the place names."""
+        endpoint = self.fleet.get(url_of(place))
+        if endpoint is None:
+            return False
+        if isinstance(place, str):
+            return endpoint.hearing.state == "live"
+        rank = endpoint.hearing.ranks.get(place[1])
+        return rank is not None and rank.state == "live"
 
     def _known(self, endpoint: Endpoint) -> None:
         wanted = endpoint.role == "prefill" and self.settings.conversations.enabled

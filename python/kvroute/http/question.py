@@ -65,7 +65,7 @@ def _by_text(gateway: Gateway, incoming: Incoming, body: Body, question: Questio
     else:
         # What begins alike belongs together; the first prefix of a chat is its first message.
         key = prefixes.keys[0] if prefixes.keys else incoming.raw
-    guessed = gateway.recent.match(prefixes, gateway.heard())
+    guessed = gateway.recent.match(prefixes, gateway.hears)
     return dataclasses.replace(question, guessed=guessed, key=key, prefixes=prefixes)
 
 
@@ -111,12 +111,11 @@ def _held(gateway: Gateway, question: Question) -> Mapping[Place, Sequence[Tiers
     sources = set(matched[0]).intersection(*matched[1:])
     by_source = {source: [found[source] for found in matched] for source in sources}
     note_holders(gateway, {source: _most(tiers) for source, tiers in by_source.items()})
-    heard = gateway.heard()
     held: dict[Place, Sequence[Tiers]] = {}
     for (url, rank), tiers in by_source.items():
-        if (url, rank) in heard:
+        if gateway.hears((url, rank)):
             held[url, rank] = tiers
-        if url in heard and (url not in held or _most(tiers) > _most(held[url])):
+        if gateway.hears(url) and (url not in held or _most(tiers) > _most(held[url])):
             held[url] = tiers
     return held
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvroute.plan.place import url_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvroute._core import Body
     from kvroute.plan.place import Place
@@ -102,14 +102,14 @@ class Recent:
         while len(self._places) > self._max_entries:
             self._places.popitem(last=False)
 
-    def match(self, prefixes: Prefixes, heard: Collection[Place] = ()) -> dict[Place, float]:
+    def match(self, prefixes: Prefixes, hears: Callable[[Place], bool] = lambda _: False) -> dict[Place, float]:
         """The share of this text that went to each place lately, 0 to 1; places that got none of it are not there.
 
         What one rank of an engine got, the engine has got as well, for a request whose rank the engine will pick.
 
         Args:
             prefixes: The request's.
-            heard: Places whose KV events are heard without a gap.
+            hears: Whether a place's KV events are heard without a gap.
         """
         now = self._clock()
         found: dict[Place, float] = {}
@@ -118,7 +118,7 @@ class Recent:
             if places is None:
                 break
             for place, routed in places.items():
-                if now - routed < (self._confirm if place in heard else self._ttl):
+                if now - routed < (self._confirm if hears(place) else self._ttl):
                     found[place] = found[url_of(place)] = share
         return found
 

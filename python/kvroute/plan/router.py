@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvroute.plan.hashing import rendezvous
 from kvroute.plan.place import place_of, rank_of, url_of
 from kvroute.plan.recent import NO_PREFIXES
-from kvroute.plan.scoring import GPU, Cost, Load, Weights, cost_of, spread
+from kvroute.plan.scoring import GPU, Cost, Load, Weights, burden_of, spread, uncached_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,8 +67,7 @@ class Question:
 NO_QUESTION = Question()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An engine, or one data-parallel rank of it, and what speaks for or against it.
 
     Attributes:
@@ -152,16 +151,16 @@ class Router:
     def _candidate(self, engine: Endpoint, rank: int | None, question: Question, role: Role, now: float) -> Candidate:
         place = place_of(engine.url, rank)
         held = question.held.get(place)
-        guess = round(question.guessed.get(place, 0.0) * question.tokens)
-        lengths = question.lengths
-        likely = _with_guess(held or [{}] * len(lengths), lengths, guess)
-        cost = cost_of(question.tokens, likely, load_of(engine, now, rank), self._weights)
-        work = round(cost.compute)
-        if role == "decode":
-            cost = dataclasses.replace(cost, compute=cost.compute * _TRANSFER)
-        if _served(question.session, engine.url, rank):
-            cost = dataclasses.replace(cost, session=-float(self._session_tokens))
-        return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none", rank, work)
+        guess = round(question.guessed.get(place, 0.0) * question.tokens) if question.guessed else 0
+        likely: Sequence[Tiers] = held or ()
+        if guess:
+            lengths = question.lengths
+            likely = _with_guess(held or [{}] * len(lengths), lengths, guess)
+        left = uncached_tokens(question.tokens, likely, self._weights)
+        burden = burden_of(load_of(engine, now, rank), question.tokens, self._weights)
+        session = -float(self._session_tokens) if _served(question.session, engine.url, rank) else 0.0
+        cost = Cost(left * _TRANSFER if role == "decode" else left, *burden, session)
+        return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none", rank, round(left))
 
     def _turn(self, role: Role, model: str | None) -> int:
         # Per role and model, so that interleaved models do not share one counter.
