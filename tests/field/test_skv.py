@@ -14,7 +14,7 @@ import pytest
 
 from tests.field.fleet import ANSWERED, KVP, PREFILLED, both_modes
 from tests.field.pair import Engine, answered, asks, handle, plugin, reading
-from tests.field.tiered import BODY, GATED, PROMPT, ZERO, Loader, Tiered, expected, tiered, with_params
+from tests.field.tiered import BODY, GATED, PROMPT, ZERO, Loader, Saying, Tiered, expected, tiered, with_params
 from tests.support.gateway import until
 from tests.support.kv_events import Blocks
 from tests.support.publisher import Publisher
@@ -44,6 +44,17 @@ async def test_example_what_is_held_decides(tmp_path, mode, tiers, members, exte
         assert served.decode_got()
         assert served.decided("below_threshold" if members == ZERO else "allowed") == 1
         assert served.gateway.metric("kvroute_selective_kv_external_tokens_sum") == external
+
+
+@both_modes
+async def test_example_more_in_the_gpu_than_outside_is_nothing_to_load(tmp_path, mode):
+    """The index counts the GPU's prefix to each outer tier's, as a load would; the example's map does not."""
+    async with tiered(tmp_path, mode) as served:
+        await served.has({})
+        tokens = {"GPU": 40 * PROMPT.size, "CPU": 10 * PROMPT.size}
+        served.gateway.gateway.index = Saying(served.loader.url, tokens)  # type: ignore[assignment]
+        assert await served.asks() == expected(mode, ZERO)
+        assert served.gateway.metric("kvroute_selective_kv_external_tokens_sum") == 0
 
 
 @both_modes

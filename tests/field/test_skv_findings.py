@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from kvroute.cli.findings import findings
 from tests.field.fleet import ANSWERED, PREFILLED, both_modes
-from tests.field.tiered import BODY, GATED, POLICY, PROMPT, ZERO, Loader, Tiered, expected, tiered, with_params
+from tests.field.tiered import BODY, GATED, POLICY, PROMPT, ZERO, Loader, Saying, Tiered, expected, tiered, with_params
 from tests.support.gateway import until
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 PLENTY = {"GPU": 4, "CPU": 20}
 SCRAPED: dict[str, Any] = {**GATED, "signals__scrape_seconds": 0.02}
@@ -88,22 +85,6 @@ async def test_finding_2_allowing_what_was_not_forbidden_is_no_change(tmp_path):
 
 
 # -- 3: negative counts were evidence ----------------------------------------------------------------------------------
-
-
-class Saying:
-    """An index that says what a test wants."""
-
-    def __init__(self, url: str, tokens: Mapping[str, int]) -> None:
-        self._matched = {(url, 0): dict(tokens)}
-
-    def match(self, *_: object, **__: object) -> dict[tuple[str, int], dict[str, int]]:
-        return self._matched
-
-    def assume(self, *_: object, **__: object) -> None:
-        pass
-
-    def expire(self, _now: float) -> None:
-        pass
 
 
 @both_modes

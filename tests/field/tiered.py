@@ -67,6 +67,22 @@ class Loader(Engine):
         return await super()._script(request)
 
 
+class Saying:
+    """An index that says what a test wants."""
+
+    def __init__(self, url: str, tokens: Mapping[str, int]) -> None:
+        self._matched = {(url, 0): dict(tokens)}
+
+    def match(self, *_: object, **__: object) -> dict[tuple[str, int], dict[str, int]]:
+        return self._matched
+
+    def assume(self, *_: object, **__: object) -> None:
+        pass
+
+    def expire(self, _now: float) -> None:
+        pass
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiered:
     """A gateway, the engine that loads, its publisher, and the decode engine where there is one."""
