@@ -8,7 +8,7 @@ ENGINE_PYTEST ?= tests/engine tests/conformance
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml | grep -v target)
 
-.PHONY: help dev test verify-reuse lint format soak bench wheel engine-env engine-test run run-engines clean
+.PHONY: help dev test loom verify-reuse lint format soak bench wheel engine-env engine-test run run-engines clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -30,6 +30,9 @@ dev: $(VENV)/.built ## virtual environment with kvroute built into it
 test: dev ## all tests but those on real engines
 	cargo test --release --quiet --workspace --exclude kvroute-python
 	$(BIN)/python -m pytest tests
+
+loom: ## the gate's atomics, in every order that threads can run
+	RUSTFLAGS="--cfg loom" cargo test --release --quiet --package kvroute-core --lib --target-dir target/loom interleavings
 
 soak: dev ## ten minutes of conversations on simulated engines that fail at random
 	KVROUTE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/soak -s

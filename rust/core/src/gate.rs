@@ -4,6 +4,9 @@
 //! counts half. The gate closes when the mean reaches the limit and opens again at half of it, so that it does not
 //! flutter. Evidence has an age: a sample older than the bound opens the gate, and the mean starts anew with the next.
 
+#[cfg(all(test, loom))]
+use loom::sync::atomic::{AtomicU64, Ordering};
+#[cfg(not(all(test, loom)))]
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -193,7 +196,64 @@ fn milliseconds(seconds: f64) -> Option<u32> {
     (seconds.is_finite() && seconds >= 0.0).then(|| (seconds * 1e3).round() as u64 as u32)
 }
 
-#[cfg(test)]
+/// In every order that the memory model allows; run by `make loom`.
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    fn seen(gate: &QueueGate) -> (u32, f32, bool) {
+        let last = gate.last().expect("a sample");
+        (last.at, last.mean, last.closed)
+    }
+
+    #[test]
+    fn samples_of_two_threads_count_one_after_the_other_or_the_older_one_not_at_all() {
+        loom::model(|| {
+            let gate = Arc::new(QueueGate::new(9, Duration::from_secs(10)));
+            gate.observe(16.0, 0.0);
+            let first = (0, 16.0, true);
+            // The mean of both, and of the later one alone, which is on the other side of where the gate opens.
+            let (older, both, alone) = ((2000, 8.0, true), (4000, 4.5, false), (4000, 4.75, true));
+
+            let earlier = thread::spawn({
+                let gate = gate.clone();
+                move || gate.observe(0.0, 2.0)
+            });
+            let reader = thread::spawn({
+                let gate = gate.clone();
+                move || [seen(&gate), seen(&gate)]
+            });
+            assert!(gate.observe(1.0, 4.0), "no sample is newer");
+
+            let reads = reader.join().expect("the reader ends");
+            for read in reads {
+                assert!([first, older, both, alone].contains(&read), "{read:?}");
+            }
+            assert!(reads[0].0 <= reads[1].0, "{reads:?}");
+            let counted = earlier.join().expect("the writer ends");
+            assert_eq!(seen(&gate), if counted { both } else { alone });
+        });
+    }
+
+    #[test]
+    fn one_of_two_first_samples_sets_the_mean() {
+        loom::model(|| {
+            let gate = Arc::new(QueueGate::new(8, Duration::from_secs(10)));
+            let other = thread::spawn({
+                let gate = gate.clone();
+                move || gate.observe(0.0, 2.0)
+            });
+            assert!(gate.observe(16.0, 2.0), "neither is older");
+            assert!(other.join().expect("the writer ends"));
+            // The second of them comes at no time after the first, and so weighs nothing.
+            assert!([(2000, 16.0, true), (2000, 0.0, false)].contains(&seen(&gate)));
+        });
+    }
+}
+
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
