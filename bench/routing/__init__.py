@@ -1,0 +1,1 @@
+"""What the routing policies are worth on simulated engines: ``python -m bench.routing``."""
