@@ -14,7 +14,7 @@ from kvroute.fleet.events.wire import Feed
 from tests.support.gateway import running, until
 
 from .engines import CRAMPED
-from .legs import complete
+from .legs import complete, generate
 from .model import SERVED_NAME
 
 if TYPE_CHECKING:
@@ -125,6 +125,16 @@ async def test_what_is_predicted_of_requests_is_what_their_usage_tells(cached: l
         counts = gateway.endpoint(engine.url).cached
         assert counts.answers == {"exact": count}
         assert counts.predicted == counts.actual > 0
+
+
+def test_usage_of_several_prompts_tells_what_one_of_them_found(cached: list[Engine]) -> None:
+    engine = cached[0]
+    warm, cold = ([random.Random(seed).choice(VOCABULARY) for _ in range(100)] for seed in (31, 32))
+    complete(engine, warm, max_tokens=1)
+    for prompts_, found in (([warm, [*cold, 300]], 0), ([[*cold, 301], warm], 96)):
+        reply = generate(engine, "/v1/completions", {"prompt": prompts_}, max_tokens=1)
+        assert reply.status == 200
+        assert reply.body["usage"]["prompt_tokens_details"]["cached_tokens"] == found
 
 
 async def test_a_gateway_that_starts_later_learns_what_is_cached(cached: list[Engine]) -> None:
