@@ -72,7 +72,8 @@ class Metrics:
         )
         self.selective = counter(
             "selective_kv_decisions",
-            "Legs by what the selective KV policy decided about loads, or why its decision has no effect.",
+            "Legs by what the selective KV policy decided about loads on the engine, or why that has no effect.",
+            "endpoint",
             "reason",
         )
         self.external_tokens = Histogram(

@@ -73,7 +73,7 @@ async def test_the_published_limit_prompts_whose_best_tiers_differ_count_fully(
 
         loaded = dict(engine.cores[0].offload.loaded)
         await post(client, gateway.url + COMPLETIONS, model=MODEL, prompt=[FIRST, SECOND])
-        assert gateway.metric("kvroute_selective_kv_decisions_total", reason=reason) == 1
+        assert gateway.decided(engine.url, reason) == 1
         assert gateway.metric("kvroute_selective_kv_external_tokens_sum") == 30 * BLOCK
         assert posts(engine)[-1].params == (None if reason == "allowed" else {"max_load_tokens": 0})
         assert (engine.cores[0].offload.loaded != loaded) is (reason == "allowed")
@@ -96,7 +96,7 @@ async def test_prompts_of_text_are_counted_too_and_all_of_them_are_assumed(clien
 
         await post(client, gateway.url + COMPLETIONS, model=MODEL, prompt=texts)
         assert gateway.metric("kvroute_prompts_tokenized_total", source="engine", outcome="ok") == 1
-        assert gateway.metric("kvroute_selective_kv_decisions_total", reason="below_threshold") == 1
+        assert gateway.decided(engine.url, "below_threshold") == 1
         for ids in encoded:
             assert index.match(ids)[engine.url, 0].get("SPECULATIVE", 0) >= len(ids) - 17
 
@@ -106,11 +106,12 @@ async def test_more_prompts_than_the_bound_have_no_evidence_and_are_served(clien
         SimFleet([both("e", events=True)], time_scale=0) as fleet,
         running(endpoints=fleet.urls(), **policy(64)) as gateway,
     ):
-        await until(lambda: gateway.endpoint(fleet["e"].url).hearing.state == "live")
+        engine = fleet["e"]
+        await until(lambda: gateway.endpoint(engine.url).hearing.state == "live")
         await post(client, gateway.url + COMPLETIONS, model=MODEL, prompt=[[number] for number in range(129)])
         assert gateway.metric("kvroute_prompts_tokenized_total", source="none", outcome="too_many") == 1
-        assert gateway.metric("kvroute_selective_kv_decisions_total", reason="no_evidence") == 1
-        assert posts(fleet["e"])[-1].params is None
+        assert gateway.decided(engine.url, "no_evidence") == 1
+        assert posts(engine)[-1].params is None
 
 
 # -- engines that publish what the test says --------------------------------------------------------------------------
@@ -159,7 +160,7 @@ async def test_a_prompt_with_tokens_that_are_none_leaves_the_body_as_it_came(
             async with client.post(gateway.url + COMPLETIONS, data=body) as answer:
                 assert answer.status == 200
             assert body in [call.body for call in engine.calls]
-        assert gateway.metric("kvroute_selective_kv_decisions_total", reason="no_evidence") == len(bodies)
+        assert gateway.decided(engine.url, "no_evidence") == len(bodies)
         counted = [("none", "prompt"), ("none", "unproven")]
         assert [
             gateway.metric("kvroute_prompts_tokenized_total", source=source, outcome=outcome)

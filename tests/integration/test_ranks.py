@@ -215,7 +215,7 @@ async def test_the_policy_decides_for_the_chosen_rank(client, options, reason):
             await until(lambda: held().get("CPU", 0) > held().get("GPU", 0) + 256)
             before = engine.cores[1].offload.loaded.copy()
             await complete(client, gateway.url, prompt_of(1), kv_transfer_params={"max_load_tokens": 0})
-            assert gateway.metric("kvroute_selective_kv_decisions_total", reason=reason) == 1
+            assert gateway.decided(engine.url, reason) == 1
         if reason == "allowed":
             assert (asked(engine)[-1], posts(engine)[-1].params) == ("1", None)
             assert engine.cores[1].offload.loaded != before
@@ -229,7 +229,7 @@ async def test_a_rank_with_nothing_to_load_forbids_it(client):
         async with running(endpoints=[engine.url], **POLICY) as gateway:
             await heard(gateway, engine)
             await complete(client, gateway.url, prompt_of(1))
-            assert gateway.metric("kvroute_selective_kv_decisions_total", reason="below_threshold") == 1
+            assert gateway.decided(engine.url, "below_threshold") == 1
         assert legs(engine)[-1] == {"max_load_tokens": 0}
 
 

@@ -76,7 +76,7 @@ async def test_an_engine_with_little_to_load_is_told_to_compute(client):
             await complete(client, gateway, [1, 2, 3])  # something to be heard
             await heard(gateway, engine)
             await complete(client, gateway, list(range(100, 600)), kv_transfer_params={"max_offload_tokens": 9})
-            assert gateway.metric("kvroute_selective_kv_decisions_total", reason="below_threshold") == 1
+            assert gateway.decided(engine.url, "below_threshold") == 1
         assert legs(engine)[-1] == {"max_offload_tokens": 9, "max_load_tokens": 0}
 
 

@@ -35,6 +35,10 @@ class Running:
         """A sample's value, 0 when there is none yet."""
         return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    def decided(self, url: str, reason: str) -> float:
+        """Legs on an engine for which the selective policy decided so."""
+        return self.metric("kvroute_selective_kv_decisions_total", endpoint=url, reason=reason)
+
 
 async def until(holds: Callable[[], bool], *, seconds: float = 10.0) -> None:
     """Wait for a state that the gateway reaches by itself, for example after a probe."""

@@ -69,7 +69,9 @@ class Front:
         return self._count("kvroute_selective_kv_decisions_total", reason=reason)
 
     def _count(self, name: str, **labels: str) -> int:
-        return int(self._gateway.metrics.registry.get_sample_value(name, labels) or 0)
+        families = self._gateway.metrics.registry.restricted_registry([name]).collect()
+        samples = [sample for family in families for sample in family.samples]
+        return int(sum(sample.value for sample in samples if labels.items() <= sample.labels.items()))
 
 
 class Stage:

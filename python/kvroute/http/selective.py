@@ -33,7 +33,7 @@ def leg_policy(
 ) -> Policy:
     """What the engine that will load gets of policy members: the client's, after the configured policy."""
     applied = decide(gateway, incoming, question, endpoint, rank)
-    gateway.metrics.selective.labels(applied.reason).inc()
+    gateway.metrics.selective.labels(endpoint.url, applied.reason).inc()
     if applied.external_tokens is not None:
         gateway.metrics.external_tokens.observe(applied.external_tokens)
     return applied.policy

@@ -117,7 +117,7 @@ def _policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint
     """What the engine is told about loads and offloads."""
     if _bidirectional(endpoint):
         if incoming.api is not None and gateway.selective.active:
-            gateway.metrics.selective.labels("bidirectional_engine").inc()
+            gateway.metrics.selective.labels(endpoint.url, "bidirectional_engine").inc()
         return Policy()
     if incoming.api is None:
         return incoming.policy  # nothing is generated, so nothing is loaded
