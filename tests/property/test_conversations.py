@@ -14,6 +14,7 @@ from kvroute.kv.held import Held
 from kvroute.kv.names import Name, Names
 from kvroute.kv.params import Handle
 from kvroute.kv.turn import Turn
+from kvroute.plan.place import url_of
 from tests.support.store_twin import StoreTwin
 
 DECODES = ("http://d:1", "http://d:2")
@@ -47,7 +48,7 @@ class Run:
             seconds=40.0,
             unproven_seconds=15.0,
             handles=rng.choice([2, 8, 100]),
-            blocks=room.__getitem__,
+            blocks=lambda place: room[url_of(place)],
         )
         self.sides = [Side(MemoryStore, limits), Side(StoreTwin, limits)]
         self.open: list[Open] = []

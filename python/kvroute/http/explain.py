@@ -10,8 +10,8 @@ from aiohttp import web
 
 from kvroute.http.prediction import predict
 from kvroute.http.selective import decide
+from kvroute.plan.loads import load_of
 from kvroute.plan.place import place_of, rank_of, url_of
-from kvroute.plan.router import load_of
 
 if TYPE_CHECKING:
     from kvroute.http.gateway import Gateway

@@ -20,7 +20,7 @@ from kvroute.kv.conversations import Limits, MemoryStore
 from kvroute.kv.ledger import Ledger
 from kvroute.kv.selective import Selective
 from kvroute.metrics import Metrics
-from kvroute.plan.place import url_of
+from kvroute.plan.place import rank_of, url_of
 from kvroute.plan.recent import Recent
 from kvroute.plan.reuse import Acting, acting
 from kvroute.plan.router import Router
@@ -151,11 +151,15 @@ class Gateway:
         endpoint = self.fleet.get(url)
         return endpoint.epoch if endpoint is not None else -1
 
-    def _pinnable(self, url: str) -> float:
-        """Blocks of a decode engine that kept handles may pin."""
-        endpoint = self.fleet.get(url)
+    def _pinnable(self, place: Place) -> float:
+        """Blocks of a decode engine, or of one of its ranks, that kept handles may pin."""
+        endpoint = self.fleet.get(url_of(place))
         blocks = endpoint.capabilities.gpu_blocks if endpoint is not None else None
-        return math.inf if blocks is None else blocks * self.settings.conversations.max_pinned_share
+        if endpoint is None or blocks is None:
+            return math.inf
+        # An engine counts the blocks of all its ranks, which have as many each.
+        ranks = 1 if rank_of(place) is None else len(endpoint.ranks) or 1
+        return blocks / ranks * self.settings.conversations.max_pinned_share
 
     def give_up(self, held: Held, reason: str) -> None:
         """Note that nobody will use a handle, which was sent nowhere, and have its blocks freed."""

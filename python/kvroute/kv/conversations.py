@@ -31,14 +31,14 @@ class Limits:
         seconds: How long one is remembered after its last turn.
         unproven_seconds: The same, of one without an id that has not gone on yet.
         handles: Handles that are kept of one decode engine.
-        blocks: Blocks of those, by the engine's URL.
+        blocks: Blocks of those, on the engine and on each of its data-parallel ranks.
     """
 
     entries: int
     seconds: float
     unproven_seconds: float
     handles: int
-    blocks: Callable[[str], float]
+    blocks: Callable[[Place], float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class MemoryStore:
         self._passing: OrderedDict[_Entry, None] = OrderedDict()
         self._lasting: OrderedDict[_Entry, None] = OrderedDict()
         self._index: dict[Name, list[_Entry]] = {}
-        self._shelves: dict[str, Shelf] = {}
+        self._shelves: dict[Place, Shelf] = {}
         self._holders: dict[Held, _Entry] = {}
 
     def __len__(self) -> int:
@@ -358,18 +358,22 @@ class MemoryStore:
     def _keep(self, entry: _Entry, held: Held, *, again: bool = False) -> None:
         entry.held, entry.expired = held, False
         self._holders[held] = entry
-        shelf = self._shelves.setdefault(held.decode, Shelf())
-        if again:
-            shelf.add_again(held)
-        else:
-            shelf.add(held)
-        for other in shelf.excess(handles=self._limits.handles, blocks=self._limits.blocks(held.decode)):
-            self._unkeep(other)
-            self._drop(other, "capped")
+        for place in held.places:
+            shelf = self._shelves.setdefault(place, Shelf())
+            if again:
+                shelf.add_again(held)
+            else:
+                shelf.add(held)
+        for place in held.places:
+            shelf = self._shelves[place]
+            for other in shelf.excess(handles=self._limits.handles, blocks=self._limits.blocks(place)):
+                self._unkeep(other)
+                self._drop(other, "capped")
 
     def _unkeep(self, held: Held) -> None:
         self._holders.pop(held).held = None
-        self._shelves[held.decode].remove(held)
+        for place in held.places:
+            self._shelves[place].remove(held)
 
     def _drop(self, held: Held, reason: str) -> None:
         if self._on_drop is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvroute.kv.params import Handle
     from kvroute.plan.history import History
+    from kvroute.plan.place import Place
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -36,6 +37,11 @@ class Held:
     proven_deadline: float | None = None
     rank: int | None = None
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where its blocks lie: on an engine, and on a rank of it if that is known."""
+        return (self.decode,) if self.rank is None else (self.decode, (self.decode, self.rank))
+
     def prove(self) -> None:
         """Note that the conversation went on; only while the handle is on no shelf."""
         self.proven = True
@@ -44,7 +50,7 @@ class Held:
 
 
 class Shelf:
-    """The handles that are kept of one decode engine, in the order in which they go when there are too many.
+    """The handles that are kept of one decode engine, or of a rank of it, in the order in which they go when too many.
 
     Most requests without an id are asked once and never come back. Handles of conversations that have gone on stay as
     long as there is any other to go first.

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvroute.plan.hashing import rendezvous
+from kvroute.plan.loads import loads_of
 from kvroute.plan.place import place_of, rank_of, url_of
 from kvroute.plan.recent import NO_PREFIXES
 from kvroute.plan.scoring import GPU, Cost, Load, Weights, burden_of, spread, uncached_tokens
@@ -140,15 +141,14 @@ class Router:
     def _scored(
         self, engines: Sequence[Endpoint], question: Question, turn: int, role: Role, now: float
     ) -> list[Candidate]:
-        candidates = [
-            self._candidate(engine, rank, question, role, now)
-            for engine in engines
-            for rank in _ranks(engine, question)
-        ]
+        candidates = []
+        for engine in engines:
+            loads = loads_of(engine, engine.ranks if question.by_rank else (), now)
+            candidates += [self._candidate(engine, rank, load, question, role) for rank, load in loads]
         costs = [candidate.cost.total if candidate.cost is not None else 0.0 for candidate in candidates]
         return spread(candidates, costs, turn)
 
-    def _candidate(self, engine: Endpoint, rank: int | None, question: Question, role: Role, now: float) -> Candidate:
+    def _candidate(self, engine: Endpoint, rank: int | None, load: Load, question: Question, role: Role) -> Candidate:
         place = place_of(engine.url, rank)
         held = question.held.get(place)
         guess = round(question.guessed.get(place, 0.0) * question.tokens) if question.guessed else 0
@@ -157,7 +157,7 @@ class Router:
             lengths = question.lengths
             likely = _with_guess(held or [{}] * len(lengths), lengths, guess)
         left = uncached_tokens(question.tokens, likely, self._weights)
-        burden = burden_of(load_of(engine, now, rank), question.tokens, self._weights)
+        burden = burden_of(load, question.tokens, self._weights)
         session = -float(self._session_tokens) if _served(question.session, engine.url, rank) else 0.0
         cost = Cost(left * _TRANSFER if role == "decode" else left, *burden, session)
         return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none", rank, round(left))
@@ -197,39 +197,3 @@ def _hashed(engine: Endpoint, question: Question) -> int | None:
 def _served(session: Place | None, url: str, rank: int | None) -> bool:
     """Whether the conversation's last turn was there, as far as is known."""
     return session is not None and url_of(session) == url and (rank is None or rank_of(session) in {None, rank})
-
-
-def load_of(engine: Endpoint, now: float, rank: int | None = None) -> Load:
-    """An engine's load: what this gateway sent it, and its last sample where that is fresh.
-
-    Args:
-        engine: The engine.
-        now: Monotonic seconds.
-        rank: The data-parallel rank that is meant. What the engine distributes itself is taken to be spread evenly.
-    """
-    if rank is not None:
-        return _rank_load(engine, now, rank)
-    signals = engine.signals(now)
-    tokens = sum(engine.in_flight_tokens.values())
-    if signals is None:
-        return Load(requests=engine.load, tokens=tokens)
-    return Load(engine.load, tokens, signals.waiting, signals.running, signals.usage, engine.load_at_sample[None])
-
-
-def _rank_load(engine: Endpoint, now: float, rank: int) -> Load:
-    count = len(engine.ranks) or 1
-    flights = engine.rank_flights
-    own = flights.get(rank)
-    spread_requests = engine.load - sum(share.load for share in flights.values())
-    then = engine.load_at_sample
-    sampled = then.get(rank, 0) + (then[None] - sum(load for at, load in then.items() if at is not None)) / count
-    spread_tokens = sum(engine.in_flight_tokens.values()) - sum(share.tokens for share in flights.values())
-    requests = (own.load if own is not None else 0) + spread_requests / count
-    tokens = (own.tokens if own is not None else 0) + spread_tokens / count
-    signals = engine.signals(now)
-    if signals is None:
-        return Load(requests, tokens)
-    sample = signals.ranks.get(rank)
-    if sample is not None:
-        return Load(requests, tokens, sample.waiting, sample.running, sample.usage, sampled)
-    return Load(requests, tokens, signals.waiting / count, signals.running / count, signals.usage, sampled)

@@ -53,6 +53,20 @@ def test_the_handles_of_one_engine_are_bounded(made, dropped, limit, stay):
     assert store.claim(named("0")).decode == DECODE
 
 
+def test_the_handles_of_one_rank_are_bounded(made, dropped, clock):
+    room = {DECODE: 100, (DECODE, 0): 5, (DECODE, 1): 5}
+    store = made(entries=100, blocks=room.__getitem__)
+    for number in range(8):
+        turn(store, named(str(number)), held(str(number), rank=int(number % 4 == 3)))
+
+    # Of rank 0 had six, and two stay; rank 1 had two.
+    assert dropped == [(number, "capped") for number in "0124"]
+    assert store.handles == 4
+    clock.now += 1000
+    store.sweep()
+    assert store.handles == 0
+
+
 def test_handles_of_conversations_that_went_on_are_capped_last(made, dropped):
     store = made(entries=100, handles=2)
     turn(store, named("a"), held("a"))

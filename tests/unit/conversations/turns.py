@@ -12,8 +12,8 @@ DECODE = "http://d:1"
 SYSTEM = {"role": "system", "content": "be short"}
 
 
-def held(name="d1", deadline=1450.0, *, decode=DECODE, blocks=2, proven=True):
-    return Held(Handle(b"{}", name, 256, blocks, "127.0.0.1"), decode, 0, deadline, None, proven)
+def held(name="d1", deadline=1450.0, *, decode=DECODE, blocks=2, proven=True, rank=None):
+    return Held(Handle(b"{}", name, 256, blocks, "127.0.0.1"), decode, 0, deadline, None, proven, rank=rank)
 
 
 def named(conversation="c", tenant="t", model="m"):
