@@ -62,6 +62,8 @@ def test_ranks_are_in_a_row_or_they_are_none(ranks, row):
         ({"heard": {0: "live", 2: "live"}}, ()),
         # A rank that the engine does not have is refused: its own word goes first.
         ({"said": (0, 1), "declared": 4}, (0, 1)),
+        # The ranks of a second node whose publishers an operator listed: the index knows them by the list's numbers.
+        ({"said": (2, 3), "heard": {0: "live", 1: "live"}, "declared": 2}, (0, 1)),
         ({"said": (0,), "declared": 4}, ()),
         ({"said": (0, 1), "heard": {0: "live", 1: "live", 2: "live"}}, (0, 1)),
         ({"heard": {0: "live", 1: "live"}, "declared": 4}, (0, 1)),

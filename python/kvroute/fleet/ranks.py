@@ -53,10 +53,12 @@ def addressable(
         Two ranks or more, or none where the endpoint is one engine, or it is not certain what it has.
     """
     by_operator = tuple(range(declared)) if declared and len(sampled) in {0, declared} else ()
+    heard = in_a_row(hearing.ranks)
     if capabilities.ranks is not None:
-        ranks = capabilities.ranks
+        # Where an operator listed the publishers of a node's ranks, these have other numbers: those that the index has.
+        ranks = heard if len(heard) == len(capabilities.ranks) else capabilities.ranks
     elif hearing.ranks:
-        ranks = in_a_row(hearing.ranks)
+        ranks = heard
         if ranks != by_operator and any(rank.state == "gap" for rank in hearing.ranks.values()):
             ranks = ()  # one that is not reached may not be there any more
     else:
