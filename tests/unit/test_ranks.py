@@ -51,7 +51,7 @@ def test_ranks_are_in_a_row_or_they_are_none(ranks, row):
         ({"said": (0, 1)}, (0, 1)),
         ({"declared": 3}, (0, 1, 2)),
         ({"heard": {0: "live", 1: "live"}}, (0, 1)),
-        ({"heard": {2: "live", 3: "replaying"}}, (2, 3)),
+        ({"heard": {0: "live", 1: "replaying"}}, (0, 1)),
         # One engine has nothing to choose, whatever number it has among its peers.
         ({"said": (3,)}, ()),
         ({"heard": {3: "live"}}, ()),
@@ -86,9 +86,17 @@ def test_declared_ranks_count_unless_metrics_name_others(named, ranks):
     assert engine.ranks == ranks
 
 
+@pytest.mark.parametrize(("named", "ranks"), [((1, 2), (1, 2)), ((0, 1, 2), ()), ((), ())])
+def test_a_rank_whose_events_are_not_announced_makes_the_others_uncertain(named, ranks):
+    engine = endpoint(heard={1: "live", 2: "live"})
+    engine.learn(sample(dict.fromkeys(named, 0.0)))
+    assert engine.ranks == ranks
+
+
 @pytest.mark.parametrize(
     ("known", "several"),
     [
+        ({"said": (0,), "declared": 4}, False),
         ({}, False),
         ({"said": (3,)}, False),
         ({"said": (0, 1), "use_ranks": False}, True),

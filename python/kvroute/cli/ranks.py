@@ -19,7 +19,7 @@ _LUCK = "the engine picks one itself: that a prompt meets its prefix is luck, an
 def ranks(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
     """Findings about engines of several ranks, as they were probed, heard and scraped."""
     for endpoint in fleet.endpoints:
-        if endpoint.healthy and endpoint.several_ranks:
+        if endpoint.healthy and (endpoint.several_ranks or (endpoint.declared.ranks or 1) > 1):
             yield _of(settings, endpoint)
 
 
@@ -42,7 +42,7 @@ def _of(settings: Settings, endpoint: Endpoint) -> Finding:
             "warning",
             url,
             f"endpoints[].data_parallel_size is {declared}, and the engine tells of {told}",
-            "the engine's word counts" if chosen else _LUCK,
+            "the engine's word counts" if chosen or told == 1 else _LUCK,
             "correct the setting",
         )
     if not chosen:

@@ -257,8 +257,10 @@ class Endpoint:
     @property
     def several_ranks(self) -> bool:
         """Whether anything tells of several ranks, so that equal requests may meet different ones."""
-        said = self.capabilities.ranks or ()
-        return max(len(self.hearing.ranks), len(self.sampled_ranks), len(said), self.declared.ranks or 0) > 1
+        if self.capabilities.ranks is not None:
+            return len(self.capabilities.ranks) > 1
+        told = max(len(self.hearing.ranks), len(self.sampled_ranks))
+        return (told or self.declared.ranks or 1) > 1
 
     @property
     def load(self) -> int:

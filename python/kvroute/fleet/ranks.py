@@ -58,9 +58,10 @@ def addressable(
         # Where an operator listed the publishers of a node's ranks, these have other numbers: those that the index has.
         ranks = heard if len(heard) == len(capabilities.ranks) else capabilities.ranks
     elif hearing.ranks:
-        ranks = heard
-        if ranks != by_operator and any(rank.state == "gap" for rank in hearing.ranks.values()):
-            ranks = ()  # one that is not reached may not be there any more
+        # What is not reached may not be there any more. The header counts also those whose events are not announced.
+        unreached = any(rank.state == "gap" for rank in hearing.ranks.values())
+        partly = len(heard) != len(sampled) if sampled or 0 not in heard else False
+        ranks = heard if heard == by_operator or not (unreached or partly) else ()
     else:
         ranks = by_operator
     if len(ranks) < 2:
