@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.gateway import running
-from tests.support.scripted import LAST_CHUNK, RawClient, ScriptedUpstream, chunk, json_reply, reply, stream_head
+from tests.support.raw_client import RawClient
+from tests.support.scripted import LAST_CHUNK, ScriptedUpstream, chunk, json_reply, reply, stream_head
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

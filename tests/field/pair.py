@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tests.field import fleet
 from tests.field.fleet import CHAT, KVP
 from tests.support.gateway import running
-from tests.support.scripted import STALL, RawClient, json_reply, reply
+from tests.support.raw_client import RawClient
+from tests.support.scripted import STALL, json_reply, reply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from tests.support.gateway import Running
-    from tests.support.scripted import RawReply, Recorded, Script, Scripts
+    from tests.support.raw_client import RawReply
+    from tests.support.scripted import Recorded, Script, Scripts
 
 
 class Engine(fleet.Engine):

@@ -13,10 +13,12 @@ import pytest
 from tests.field.fleet import ANSWER, BASE, CHAT, PREFILLED, STREAMED, both_modes, delta, fleet
 from tests.support.engines import FakeEngine
 from tests.support.gateway import running
-from tests.support.scripted import DONE, LAST_CHUNK, RawClient, chunk, json_reply, stream_head
+from tests.support.raw_client import RawClient
+from tests.support.scripted import DONE, LAST_CHUNK, chunk, json_reply, stream_head
 
 if TYPE_CHECKING:
-    from tests.support.scripted import RawReply, Recorded, Script
+    from tests.support.raw_client import RawReply
+    from tests.support.scripted import Recorded, Script
 
 REFUSAL = b'{"error":{"message":"no such thing","code":400}}'
 GZIPPED = gzip.compress(ANSWER)

@@ -11,7 +11,8 @@ import pytest
 
 from tests.field.fleet import ANSWER, ANSWERED, BASE, CHAT, KVP, PREFILLED, Engine, both_modes, delta, fleet
 from tests.field.process import serving
-from tests.support.scripted import DONE, LAST_CHUNK, RawClient, chunk, stream_head
+from tests.support.raw_client import RawClient
+from tests.support.scripted import DONE, LAST_CHUNK, chunk, stream_head
 
 if TYPE_CHECKING:
     from tests.support.scripted import Script

@@ -27,7 +27,7 @@ from tests.field.pair import ask, over, reading
 from tests.field.process import serving
 from tests.support.gateway import until
 from tests.support.publisher import BLOCK, pack, stored, tokens
-from tests.support.scripted import RawClient
+from tests.support.raw_client import RawClient
 
 # -- LB-02: turns per model --------------------------------------------------------------------------------------------
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from kvroute.cli.options import settings_from
-from kvroute.config import EndpointSettings, Server, Settings
-from kvroute.http.gateway import Gateway
-from kvroute.http.server import drain, serving
+from kvroute.http.server import drain
 from tests.field.fleet import ANSWER, BASE, CHAT, KVP, PREFILLED, STREAMED, delta, event, fleet, streamed
 from tests.field.pair import BlackHole, Engine, ask, asks, client_of, over, plugin, total
 from tests.support.gateway import Running, until
 from tests.support.scripted import DONE, RST, json_reply
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OK = [json_reply(ANSWER)]
 RELEASES, HANDOFF = "kvroute_kv_releases_total", "prefill_to_decode"
@@ -392,72 +386,3 @@ async def test_pd_14_every_path_is_split_or_whole_or_not_there():
         async with fleet("disaggregated") as served, served.client() as client:
             assert (await client.request(target=path, body=BASE)).status == 404
             assert [engine.calls for engine in served.legs] == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("given", "asked"),
-    [
-        (b'{"max_load_tokens":0}', {"max_load_tokens": 0}),
-        (b'{"max_load_tokens":2147483648,"max_offload_tokens":0}', {"max_load_tokens": 2**31, "max_offload_tokens": 0}),
-        (b'{"max_load_tokens":null}', {}),
-        (b"{}", {}),
-        (b"null", {}),
-        (b'{"kv_load_tiers":[]}', {"kv_load_tiers": []}),
-        (b'{"do_remote_decode":false,"remote_host":"10.6.6.6","max_load_tokens":0}', {"max_load_tokens": 0}),
-    ],
-)
-async def test_pd_16_a_policy_goes_with_the_flags_to_prefill_and_not_to_decode(given, asked):
-    body = with_params(BASE, given)
-    async with fleet("disaggregated") as served, served.client() as client:
-        assert (await client.request(target=CHAT, body=body)).status == 200
-    cold: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-    cold |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    params = asks(served.legs[0].calls[0])
-    assert params == {**cold, **asked}
-    assert all(type(value) is not bool for name, value in params.items() if name.startswith("max_"))
-    assert asks(served.engine.calls[0]) == json.loads(KVP)
-
-    async with fleet("aggregated") as served, served.client() as client:
-        assert (await client.request(target=CHAT, body=body)).status == 200
-    assert asks(served.engine.calls[0]) == asked
-    # Neutral is no member at all, not an empty one or a null.
-    assert (b"kv_transfer_params" in served.engine.calls[0].body) is bool(asked)
-
-
-@pytest.mark.parametrize("value", [b"false", b'"0"', b"-1", b"0.0", b"1e3", b"9223372036854775808", b"[0]"])
-@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
-async def test_pd_16_a_policy_that_the_engine_would_ignore_is_refused(name, value):
-    async with fleet("disaggregated") as served, served.client() as client:
-        answer = await client.request(target=CHAT, body=with_params(BASE, b'{"%b":%b}' % (name.encode(), value)))
-    assert (answer.status, json.loads(answer.body)["error"]["param"]) == (400, f"kv_transfer_params.{name}")
-    assert [engine.calls for engine in served.legs] == [[], []]
-
-
-async def test_pd_18_every_way_to_start_is_the_same_gateway(tmp_path: Path):
-    async with Engine(PREFILLED) as prefill, Engine(OK) as decode:
-        file = tmp_path / "kvroute.yaml"
-        file.write_text(
-            "server: {port: 0}\n"
-            f"endpoints: [{{url: '{prefill.url}', role: prefill}}, {{url: '{decode.url}', role: decode}}]\n"
-        )
-        none: Any = {"endpoint": (), "prefill": (), "decode": (), "host": None, "port": None, "assign": ()}
-        ways = [
-            settings_from(config=file, **none),
-            settings_from(**{"config": None, **none, "prefill": (prefill.url,), "decode": (decode.url,), "port": 0}),
-            Settings(
-                server=Server(port=0),
-                endpoints=(
-                    EndpointSettings(url=prefill.url, role="prefill"),
-                    EndpointSettings(url=decode.url, role="decode"),
-                ),
-            ),
-        ]
-        assert ways[0] == ways[1] == ways[2]
-        for settings in ways:
-            gateway = Gateway(settings)
-            async with serving(gateway) as url:
-                await gateway.monitor.first_round()
-                assert (await ask(Running(gateway, url), BASE)).status == 200
-        for engine in (prefill, decode):
-            assert len({call.body for call in engine.calls}) == 1
-            assert len(engine.calls) == 3

@@ -7,9 +7,11 @@ import time
 
 import pytest
 
-from tests.field.fleet import both_modes
+from tests.field.fleet import BASE, CHAT, KVP, both_modes, fleet
+from tests.field.pair import asks
 from tests.field.tiered import GATED, PROMPT, ZERO, expected, tiered, with_params
 from tests.support.gateway import until
+from tests.support.params import FIRST_TURN
 
 PLENTY, LITTLE = {"CPU": 20}, {"CPU": 15}
 VALUES = [
@@ -46,10 +48,38 @@ async def test_a_clients_cap_stays_where_loading_is_allowed_and_is_overridden_wh
         assert await served.asks(body) == expected(mode, load_of(sent), sent=True)
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (b'{"max_load_tokens":0}', {"max_load_tokens": 0}),
+        (b'{"max_load_tokens":2147483648,"max_offload_tokens":0}', {"max_load_tokens": 2**31, "max_offload_tokens": 0}),
+        (b'{"max_load_tokens":null}', {}),
+        (b"{}", {}),
+        (b"null", {}),
+        (b'{"kv_load_tiers":[]}', {"kv_load_tiers": []}),
+        (b'{"do_remote_decode":false,"remote_host":"10.6.6.6","max_load_tokens":0}', {"max_load_tokens": 0}),
+    ],
+)
+async def test_pd_16_a_policy_goes_with_the_flags_to_prefill_and_not_to_decode(given, asked):
+    body = with_params(given, BASE)
+    async with fleet("disaggregated") as served, served.client() as client:
+        assert (await client.request(target=CHAT, body=body)).status == 200
+    params = asks(served.legs[0].calls[0])
+    assert params == {**FIRST_TURN, **asked}
+    assert all(type(value) is not bool for name, value in params.items() if name.startswith("max_"))
+    assert asks(served.engine.calls[0]) == json.loads(KVP)
+
+    async with fleet("aggregated") as served, served.client() as client:
+        assert (await client.request(target=CHAT, body=body)).status == 200
+    assert asks(served.engine.calls[0]) == asked
+    # Neutral is no member at all, not an empty one or a null.
+    assert (b"kv_transfer_params" in served.engine.calls[0].body) is bool(asked)
+
+
 @both_modes
 @pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
 @pytest.mark.parametrize("value", [b"-1", b"true", b"false", b'"0"', b"0.0", b"1e3", b"[0]", b"9223372036854775808"])
-async def test_a_value_that_the_engine_would_ignore_reaches_no_engine(tmp_path, mode, name, value):
+async def test_pd_16_a_value_that_the_engine_would_ignore_reaches_no_engine(tmp_path, mode, name, value):
     async with tiered(tmp_path, mode) as served:
         answer = await served.sends(with_params(b'{"%b":%b}' % (name.encode(), value)))
         assert answer.status == 400

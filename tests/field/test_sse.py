@@ -10,7 +10,8 @@ import pytest
 
 from tests.field.fleet import BASE, CHAT, PREFILLED, STREAMED, Engine, both_modes, delta, event, fleet, streamed
 from tests.field.process import serving
-from tests.support.scripted import DONE, FIN, LAST_CHUNK, RawClient, chunk, json_reply, stream_head
+from tests.support.raw_client import RawClient
+from tests.support.scripted import DONE, FIN, LAST_CHUNK, chunk, json_reply, stream_head
 
 if TYPE_CHECKING:
     from tests.support.scripted import Script

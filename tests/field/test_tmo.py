@@ -15,7 +15,8 @@ import pytest
 from tests.field.fleet import ANSWER, BASE, CHAT, PREFILLED, STREAMED, delta, fleet
 from tests.field.pair import BlackHole, Engine, ask, client_of, over, total
 from tests.support.gateway import until
-from tests.support.scripted import DONE, LAST_CHUNK, STALL, RawClient, chunk, json_reply, stream_head
+from tests.support.raw_client import RawClient
+from tests.support.scripted import DONE, LAST_CHUNK, STALL, chunk, json_reply, stream_head
 
 OK = [json_reply(ANSWER)]
 DELTAS = chunk(delta("a")) + chunk(delta("b")) + chunk(delta("c"))

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from kvroute.fleet import Endpoint
     from tests.support.gateway import Running
-    from tests.support.scripted import RawReply, Recorded, Script, Scripts
+    from tests.support.raw_client import RawReply
+    from tests.support.scripted import Recorded, Script, Scripts
 
 COMPLETIONS = "/v1/completions"
 BLOCK = 64

@@ -16,7 +16,8 @@ from tests.field.fleet import ANSWER, BASE, CHAT, Engine, both_modes, delta, eve
 from tests.field.process import serving
 from tests.support import simulated
 from tests.support.gateway import running, until
-from tests.support.scripted import DONE, STALL, RawClient, chunk, stream_head
+from tests.support.raw_client import RawClient
+from tests.support.scripted import DONE, STALL, chunk, stream_head
 from tests.support.simulated import MODEL, broken, posts
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A scripted engine over raw TCP, and a raw client: what goes over the wire is exactly what a test says.
+"""A scripted engine over raw TCP: what goes over the wire is exactly what a test says.
 
 An upstream plays one script per request. A script is a sequence of steps:
 
@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 from typing_extensions import Self
+
+from tests.support.raw import Message, read_chunks, read_head, reset
 
 
 class Mark:
@@ -38,7 +38,7 @@ STALL: Final = Mark("STALL")
 
 
 @dataclass
-class Recorded:
+class Recorded(Message):
     """One request as it came.
 
     Attributes:
@@ -46,8 +46,6 @@ class Recorded:
         closed: Set when the client has closed that connection.
     """
 
-    start_line: bytes
-    headers: list[tuple[bytes, bytes]]
     body: bytes
     connection: int
     closed: asyncio.Event = field(repr=False)
@@ -59,15 +57,6 @@ class Recorded:
     @property
     def target(self) -> str:
         return self.start_line.split(b" ")[1].decode()
-
-    def all(self, name: str) -> list[bytes]:
-        return [value for key, value in self.headers if key.lower() == name.lower().encode()]
-
-    def header(self, name: str) -> bytes | None:
-        """The value of a field that may be there once."""
-        values = self.all(name)
-        assert len(values) <= 1, f"{name} was sent {len(values)} times"
-        return values[0] if values else None
 
 
 Step: TypeAlias = bytes | float | asyncio.Event | Mark | Callable[[Recorded], Any]
@@ -152,11 +141,11 @@ class ScriptedUpstream:
                     self._arrived.notify_all()
 
     async def _read(self, reader: asyncio.StreamReader, number: int, closed: asyncio.Event) -> Recorded:
-        start_line, headers = await _read_head(reader)
+        start_line, headers = await read_head(reader)
         body = bytearray()
         by_name = {name.lower(): value for name, value in headers}
         if by_name.get(b"transfer-encoding", b"").lower() == b"chunked":
-            body += (await _read_chunks(reader))[1]
+            body += (await read_chunks(reader))[1]
         length = int(by_name.get(b"content-length", b"0"))
         while len(body) < length:
             if self._read_pause:
@@ -231,37 +220,6 @@ async def _until_closed(reader: asyncio.StreamReader, closed: asyncio.Event) -> 
     closed.set()
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    head = await reader.readuntil(b"\r\n\r\n")
-    start_line, *lines = head[:-4].split(b"\r\n")
-    fields = [line.partition(b":") for line in lines]
-    return start_line, [(name, value.strip()) for name, _, value in fields]
-
-
-async def _read_chunks(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """The rest of a chunked body: as it came, and its payload."""
-    raw, payload = bytearray(), bytearray()
-    while True:
-        line = await reader.readuntil(b"\r\n")
-        raw += line
-        size = int(line.partition(b";")[0], 16)
-        if size == 0:
-            while (line := await reader.readuntil(b"\r\n")) != b"\r\n":
-                raw += line
-            return bytes(raw + b"\r\n"), bytes(payload)
-        piece = await reader.readexactly(size + 2)
-        assert piece.endswith(b"\r\n"), "a chunk does not end where it should"
-        raw += piece
-        payload += piece[:-2]
-
-
-def reset(transport: asyncio.BaseTransport) -> None:
-    """Closes with RST instead of FIN."""
-    sock = transport.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    cast("asyncio.Transport", transport).abort()
-
-
 def reply(
     body: bytes = b"",
     *,
@@ -295,153 +253,3 @@ def chunk(payload: bytes) -> bytes:
 
 LAST_CHUNK: Final = b"0\r\n\r\n"
 DONE: Final = b"data: [DONE]\n\n"
-
-
-@dataclass
-class RawReply:
-    """One response as it came.
-
-    Attributes:
-        raw: The body with its framing.
-        body: The payload.
-        complete: Whether the body ended as its head declared.
-    """
-
-    status: int
-    start_line: bytes
-    headers: list[tuple[bytes, bytes]]
-    raw: bytes
-    body: bytes
-    complete: bool
-
-    def all(self, name: str) -> list[bytes]:
-        return [value for key, value in self.headers if key.lower() == name.lower().encode()]
-
-    def header(self, name: str) -> bytes | None:
-        values = self.all(name)
-        assert len(values) <= 1, f"{name} was sent {len(values)} times"
-        return values[0] if values else None
-
-
-class RawClient:
-    """A client that sends bytes and reads bytes.
-
-    `async with RawClient(port) as client: ...`
-    """
-
-    def __init__(self, port: int, *, receive_buffer: int | None = None) -> None:
-        self._port = port
-        self._receive_buffer = receive_buffer
-        self.reader: asyncio.StreamReader
-        self.writer: asyncio.StreamWriter
-
-    async def __aenter__(self) -> Self:
-        sock = socket.socket()
-        if self._receive_buffer is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._port))
-        limit = 2**16 if self._receive_buffer is None else self._receive_buffer
-        self.reader, self.writer = await asyncio.open_connection(sock=sock, limit=limit)
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        self.writer.transport.abort()
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
-
-    async def send(
-        self,
-        method: str = "POST",
-        target: str = "/",
-        *,
-        headers: Sequence[tuple[str, str]] = (),
-        body: bytes = b"",
-        version: str = "1.1",
-    ) -> None:
-        fields = [("Host", "gateway.example"), *headers]
-        if body or method == "POST":
-            fields.append(("Content-Length", str(len(body))))
-        lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
-        self.writer.write(f"{method} {target} HTTP/{version}\r\n{lines}\r\n".encode("latin-1") + body)
-        await self.writer.drain()
-
-    async def read_until(self, mark: bytes) -> bytes:
-        return await self.reader.readuntil(mark)
-
-    async def read_reply(self, *, method: str = "POST") -> RawReply:
-        """Reads one response, whole or as far as it comes."""
-        start_line, headers = await _read_head(self.reader)
-        status = int(start_line.split(b" ")[1])
-        by_name = {name.lower(): value for name, value in headers}
-        assert not (b"content-length" in by_name and b"transfer-encoding" in by_name), "two framings at once"
-        raw = payload = b""
-        complete = True
-        if method == "HEAD" or status in {204, 304}:
-            pass
-        elif by_name.get(b"transfer-encoding") == b"chunked":
-            recorder = _Recorder(self.reader)
-            try:
-                raw, payload = await _read_chunks(recorder)  # type: ignore[arg-type]
-            except (asyncio.IncompleteReadError, ConnectionError):
-                raw, payload, complete = bytes(recorder.seen), bytes(recorder.payload()), False
-        elif b"content-length" in by_name:
-            length = int(by_name[b"content-length"])
-            try:
-                raw = payload = await self.reader.readexactly(length)
-            except asyncio.IncompleteReadError as error:
-                raw = payload = error.partial
-                complete = False
-        else:
-            raw = payload = await self.reader.read(-1)
-        return RawReply(status, start_line, headers, raw, payload, complete)
-
-    async def request(self, method: str = "POST", target: str = "/", **options: Any) -> RawReply:
-        await self.send(method, target, **options)
-        return await self.read_reply(method=method)
-
-    def reset(self) -> None:
-        reset(self.writer.transport)
-
-    def fin(self) -> None:
-        self.writer.transport.close()
-
-    async def closed(self) -> bytes:
-        """Waits until the other side closes; gives what it sent before."""
-        return await self.reader.read(-1)
-
-
-class _Recorder:
-    """A reader that remembers what it gave, for bodies that break off."""
-
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader = reader
-        self.seen = bytearray()
-
-    async def readuntil(self, mark: bytes) -> bytes:
-        try:
-            data = await self._reader.readuntil(mark)
-        except asyncio.IncompleteReadError as error:
-            self.seen += error.partial
-            raise
-        self.seen += data
-        return data
-
-    async def readexactly(self, size: int) -> bytes:
-        try:
-            data = await self._reader.readexactly(size)
-        except asyncio.IncompleteReadError as error:
-            self.seen += error.partial
-            raise
-        self.seen += data
-        return data
-
-    def payload(self) -> bytes:
-        """The payload of the chunks so far, the last one as far as it came."""
-        out, rest = bytearray(), bytes(self.seen)
-        while b"\r\n" in rest:
-            line, _, rest = rest.partition(b"\r\n")
-            size = int(line.partition(b";")[0], 16)
-            out += rest[:size]
-            rest = rest[size + 2 :]
-        return bytes(out)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.raw_client import RawClient
 from tests.support.relaying import RelayGateway
 from tests.support.scripted import (
     DONE,
     LAST_CHUNK,
     STALL,
-    RawClient,
     Recorded,
     ScriptedUpstream,
     Step,

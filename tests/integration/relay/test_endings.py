@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvroute.upstream import Origin, Pool, Timeouts, UpstreamError
+from tests.support.raw_client import RawClient
 from tests.support.relaying import RelayGateway
 from tests.support.scripted import (
     DONE,
@@ -18,7 +19,6 @@ from tests.support.scripted import (
     LAST_CHUNK,
     RST,
     STALL,
-    RawClient,
     Recorded,
     ScriptedUpstream,
     Step,

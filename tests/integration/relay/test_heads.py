@@ -6,20 +6,9 @@ import gzip
 
 import pytest
 
+from tests.support.raw_client import RawClient, RawReply
 from tests.support.relaying import RelayGateway
-from tests.support.scripted import (
-    DONE,
-    FIN,
-    LAST_CHUNK,
-    RawClient,
-    RawReply,
-    ScriptedUpstream,
-    Step,
-    chunk,
-    json_reply,
-    reply,
-    stream_head,
-)
+from tests.support.scripted import DONE, FIN, LAST_CHUNK, ScriptedUpstream, Step, chunk, json_reply, reply, stream_head
 
 ERROR_BODY = b'{"error":{"message":"ctx \\"too\\" long \xe5\x8c\x97","code":400}}'
 
