@@ -14,7 +14,7 @@ import pytest
 
 from tests.field.fleet import ANSWERED, KVP, PREFILLED, both_modes
 from tests.field.pair import Engine, answered, asks, handle, plugin, reading
-from tests.field.tiered import BODY, GATED, PROMPT, ZERO, Loader, Saying, Tiered, expected, tiered, with_params
+from tests.field.tiered import BODY, GATED, OTHER, PROMPT, ZERO, Loader, Saying, Tiered, expected, tiered, with_params
 from tests.support.gateway import until
 from tests.support.kv_events import Blocks
 from tests.support.publisher import Publisher
@@ -259,6 +259,25 @@ async def test_of_several_data_parallel_ranks_the_chosen_one_decides(tmp_path, m
         assert await served.asks() == expected(mode, members)
         assert served.loader.calls[-1].all("X-data-parallel-rank") == [b"0"]
         assert served.decode_got()
+
+
+@both_modes
+async def test_an_engine_heard_late_is_believed_in_what_it_has_and_not_in_what_it_lacks(tmp_path, mode):
+    """A gateway that starts anew beside engines whose buffers do not reach back still allows loads."""
+    asked = with_params(b"{" + ZERO + b"}")
+    async with Publisher(buffer=1) as publisher:
+        publisher.publish(0, OTHER.stored())
+        publisher.publish(1, OTHER.stored())
+        async with tiered(tmp_path, mode, publisher=publisher) as served:
+            publisher.publish(2, PROMPT.stored(0, 15, medium="CPU"))
+            await until(lambda: served.matched().get("CPU") == 15 * PROMPT.size)
+            assert await served.asks(asked) == (asked if mode == "aggregated" else expected(mode, ZERO, sent=True))
+            assert served.decided("no_evidence") == 1
+            publisher.publish(3, PROMPT.stored(0, 16, medium="CPU"))
+            await until(lambda: served.matched().get("CPU") == 16 * PROMPT.size)
+            got = await served.asks(asked)
+            assert ZERO not in got
+            assert served.decided("allowed") == 1
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,28 @@ def test_too_little_to_load_sets_an_integer_zero(threshold):
     assert applied.external_tokens == 640
 
 
+@pytest.mark.parametrize(
+    ("prompts", "client", "reason"),
+    [
+        ([{"GPU": 256, "CPU": 1280}], None, "allowed"),
+        ([{"GPU": 256, "CPU": 1279}], None, "no_evidence"),  # there may be more
+        ([{"GPU": 4096, "CPU": 1280}], None, "no_evidence"),
+        ([{}], None, "no_evidence"),
+        ([{"CPU": 4096}], b'{"max_load_tokens":1023}', "client_cap"),  # whatever else there is
+    ],
+)
+def test_of_an_engine_that_may_have_more_only_what_is_enough_decides(threshold, prompts, client, reason):
+    applied = threshold.apply(client_policy(client), engine(), prompts, complete=False, now=0.0)
+    assert applied.reason == reason
+
+
+def test_a_closed_gate_forbids_what_is_enough_also_of_an_engine_that_may_have_more(threshold):
+    busy = engine()
+    busy.gate.observe(8, 0.0)
+    for held, reason in (({"CPU": 4096}, "gate_closed"), ({"CPU": 64}, "no_evidence")):
+        assert threshold.apply(client_policy(None), busy, [held], complete=False, now=0.1).reason == reason
+
+
 def test_what_changes_nothing_gives_the_clients_own_object_back(threshold):
     for text in (None, b'{"max_load_tokens":7}', b'{"max_offload_tokens":1}'):
         client = client_policy(text)

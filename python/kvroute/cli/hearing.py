@@ -46,7 +46,8 @@ def _of(endpoint: Endpoint, *, decides: bool) -> Finding:
                 "warning",
                 endpoint.url,
                 "its KV events are heard, but not from its start on",
-                "it may hold more than is known" + _UNDECIDED,
+                "it may hold more; where what is known is too little, selective_kv.load_policy threshold leaves loads "
+                "to the client",
                 "keep more batches (buffer_steps of --kv-events-config), or restart it while the gateway runs",
             )
         ranks = f"{len(heard.ranks)} ranks" if len(heard.ranks) > 1 else "1 rank"

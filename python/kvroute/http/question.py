@@ -176,12 +176,7 @@ def known(question: Question, endpoint: Endpoint, rank: int | None) -> list[Tier
     return [{tier: tokens for tier, tokens in tiers.items() if tier != SPECULATIVE} for tiers in held]
 
 
-def evidence(question: Question, endpoint: Endpoint, rank: int | None) -> list[Tiers] | None:
-    """What is known for sure of the prompts on the engine that would load; None when that is nothing.
-
-    An engine whose events were not heard from its start on may hold more than the index says.
-    """
+def knows_all(endpoint: Endpoint, rank: int | None) -> bool:
+    """Whether what the index does not know of an engine is not there: its events were heard from its start on."""
     meets = _meets(endpoint, rank)
-    if meets is None or not endpoint.hearing.ranks[meets].whole:
-        return None
-    return known(question, endpoint, rank)
+    return meets is not None and endpoint.hearing.ranks[meets].whole

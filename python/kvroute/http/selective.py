@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvroute.http.question import evidence
+from kvroute.http.question import known, knows_all
 
 if TYPE_CHECKING:
     from kvroute.fleet import Endpoint
@@ -21,7 +21,8 @@ def decide(gateway: Gateway, incoming: Incoming, question: Question, endpoint: E
     return gateway.selective.apply(
         incoming.policy,
         endpoint,
-        evidence(question, endpoint, rank),
+        known(question, endpoint, rank),
+        complete=knows_all(endpoint, rank),
         lengths=question.lengths if question.prompts else None,
         now=time.monotonic(),
         rank=rank,

@@ -7,6 +7,7 @@ that engine's ``kv_transfer_params``.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
@@ -79,6 +80,7 @@ class Selective:
         endpoint: Endpoint,
         prompts: Sequence[Mapping[str, int]] | None,
         *,
+        complete: bool = True,
         lengths: Sequence[int] | None = None,
         now: float,
         rank: int | None = None,
@@ -89,6 +91,8 @@ class Selective:
             client: What the client asked for.
             endpoint: The engine.
             prompts: What the index knows that it has of each prompt, by tier; None for no evidence.
+            complete: Whether it has nothing else. If not, what is known is enough to allow a load, and too little to
+                forbid one for being small.
             lengths: The prompts' tokens.
             now: Monotonic seconds.
             rank: The data-parallel rank that the request is for, whose own queue then counts.
@@ -96,7 +100,10 @@ class Selective:
         if self._policy is None:
             return Applied(client)
         asked = orjson.loads(b"{%b}" % client.text())
-        decision = self._policy.decide(prompts, gate=endpoint.gate_of(rank), now=now, client=asked, lengths=lengths)
+        decide = partial(self._policy.decide, gate=endpoint.gate_of(rank), now=now, client=asked, lengths=lengths)
+        decision = decide(prompts)
+        if decision.reason == "below_threshold" and not complete:
+            decision = decide(None)
         edits = decision.edits
         reason: str = decision.reason
         if edits.get("max_load_tokens", 1) == 0:
