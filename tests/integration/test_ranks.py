@@ -295,6 +295,19 @@ async def test_a_turn_goes_straight_to_the_rank_that_holds_it(client):
         assert broken(prefill, decode) == []
 
 
+async def test_a_request_that_decode_serves_whole_has_a_rank_too(client):
+    async with SimFleet(pair(events=True), time_scale=0) as fleet:
+        decode = fleet["d"]
+        async with running(prefill=[fleet["p"].url], decode=[decode.url]) as gateway:
+            await heard(gateway, decode)
+            for seed in (1, 2, 1, 2):
+                await complete(client, gateway.url, prompt_of(seed), n=2)
+        first, second, *again = asked(decode)
+        assert again == [first, second]
+        assert first != second
+        assert posts(fleet["p"]) == []
+
+
 async def test_without_a_rank_no_turn_skips_prefill(client):
     async with SimFleet(pair(), time_scale=0) as fleet:
         prefill, decode = fleet["p"], fleet["d"]
