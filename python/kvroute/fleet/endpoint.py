@@ -250,7 +250,7 @@ class Endpoint:
 
         Empty for an endpoint that is one engine, and where the setting ``routing.data_parallel_ranks`` is off.
         """
-        if not self._use_ranks:
+        if not self._use_ranks or not self.several_ranks:
             return ()
         return addressable(self.capabilities, self.declared.ranks, self.hearing, self.sampled_ranks)
 
