@@ -20,25 +20,12 @@ from typing import TYPE_CHECKING
 import uvloop
 from rich.console import Console
 
-from .arm import WAYS, Arm, BenchError, Case, Found
+from .arm import Arm, BenchError, Found
+from .cases import CASES, WAYS, Case
 from .report import cells, table
-from .workload import MultiTurn, SharedPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-CASES = {
-    case.name: case
-    for case in (
-        # 64 prompts have 320,000 tokens: all fit into each engine's cache, or a part of them.
-        Case("shared/large", SharedPrefix(), 96, 400_000),
-        Case("shared/small", SharedPrefix(), 96, 128_000),
-        # 96 conversations have up to 450,000 tokens at a time.
-        Case("turns/large", MultiTurn(), 128, 400_000),
-        Case("turns/small", MultiTurn(), 128, 128_000),
-        Case("turns/pd", MultiTurn(), 64, 400_000, pd=True),
-    )
-}
 
 TRIES = 3
 """Runs of a policy, each on a fresh fleet, until engines kept their clock."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench.engines import Counts, Engines, counts_of
 from bench.load import Load, asked_once
@@ -13,9 +13,8 @@ from bench.load import Load, asked_once
 from kvroute.config import load as read_settings
 from kvroute.http.gateway import Gateway
 from kvroute.http.server import serving
-from kvroute.sim import EngineSpec
 
-from .workload import HELLO, MODEL
+from .workload import HELLO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,70 +22,11 @@ if TYPE_CHECKING:
     from bench.load import Result
     from typing_extensions import Self
 
-    from .workload import Workload
-
-ENGINES = 4
-BLOCK = 16
-PROFILE = "qwen3-32b-tp2"
+    from .cases import Case, Way
 
 
 class BenchError(Exception):
     """The run says nothing; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A way to route.
-
-    Attributes:
-        name: As the table calls it.
-        settings: Of the gateway.
-    """
-
-    name: str
-    settings: Mapping[str, str]
-
-
-WAYS = {
-    "prefix_affinity": Way("prefix_affinity", {}),
-    "without events": Way("prefix_affinity, without events", {"signals.kv_events": "off"}),
-    "least_loaded": Way("least_loaded", {"routing.policy": "least_loaded"}),
-    "round_robin": Way("round_robin", {"routing.policy": "round_robin"}),
-    "consistent_hash": Way("consistent_hash", {"routing.policy": "consistent_hash"}),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What is compared under all ways.
-
-    Attributes:
-        name: As the table calls it.
-        workload: What clients ask.
-        clients: Their number.
-        gpu_tokens: GPU cache of an engine.
-        pd: Two prefill and two decode engines instead of four that do both.
-    """
-
-    name: str
-    workload: Workload
-    clients: int
-    gpu_tokens: int
-    pd: bool = False
-
-    def engines(self) -> list[EngineSpec]:
-        """The engines of one fleet, which publish what they cache."""
-        common: dict[str, Any] = {
-            "model": MODEL,
-            "profile": PROFILE,
-            "block_size": BLOCK,
-            "num_gpu_blocks": self.gpu_tokens // BLOCK,
-            "end_every": 0,
-            "events": True,
-            "prompt_tokens_details": True,
-        }
-        roles = ["prefill", "prefill", "decode", "decode"] if self.pd else ["both"] * ENGINES
-        return [EngineSpec(f"{role}-{number}", role, **common) for number, role in enumerate(roles)]  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)

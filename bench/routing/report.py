@@ -9,7 +9,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .arm import Case, Found
+    from .arm import Found
+    from .cases import Case
 
 COLUMNS = ("hit rate", "TTFT mean ms", "p99", "output tok/s", "ITL mean ms", "busiest: requests", "computed")
 

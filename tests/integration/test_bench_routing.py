@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from bench.load import Answer
 from bench.routing.__main__ import run
-from bench.routing.arm import BenchError, Case
+from bench.routing.arm import BenchError
+from bench.routing.cases import Case
 from bench.routing.report import table
+from bench.routing.virtual import Knobs
+from bench.routing.virtual import Run as VirtualRun
 from bench.routing.workload import MultiTurn, SharedPrefix, Words
 
 from kvroute.sim.tokens import encode, render
@@ -92,3 +95,31 @@ async def test_both_legs_are_measured():
     (found,) = await run(case, ["prefix_affinity"], burn_in=20, seconds=60, scale=0.02, seed=1, settings={})
     assert 0 < found.hit_rate < 1
     assert len(found.result.answers) > 10
+
+
+def virtual(case, knobs):
+    return VirtualRun(case, knobs, seed=1, burn_in=5, seconds=10).outcome()
+
+
+@pytest.mark.parametrize("workload", [SMALL, TALKS])
+def test_in_virtual_time_a_run_is_the_same_every_time(workload):
+    case = Case("any", workload, clients=8, gpu_tokens=4096)
+    assert virtual(case, Knobs()) == virtual(case, Knobs())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # 16 prompts of 3,200 to 6,400 tokens, of which an engine holds a part, and conversations likewise.
+        Case("shared", SharedPrefix(prompts=16, shortest=200, longest=400, question=40, output=4), 16, 2048),
+        Case("turns", dataclasses.replace(TALKS, turns=(5, 8), think=(0.1, 0.2)), 12, 4096),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("events", [True, False])
+def test_prompts_that_follow_their_prefix_hit_more(case, events):
+    following = virtual(case, Knobs(events=events))
+    for policy in ("least_loaded", "round_robin"):
+        other = virtual(case, Knobs(policy))
+        assert following.hit_rate > other.hit_rate + 0.1
+        assert following.ttft.mean < other.ttft.mean
