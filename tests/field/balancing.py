@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 COMPLETIONS = "/v1/completions"
 SCRAPED: dict[str, Any] = {"signals__scrape_seconds": 0.005}
+# No engine goes out but by what it says of itself, however slow the machine is.
+PROBED: dict[str, Any] = {"health__interval_seconds": 0.02, "health__timeout_seconds": 60}
 POLICIES = ["prefix_affinity", "least_loaded", "round_robin"]
 
 

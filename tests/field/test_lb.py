@@ -10,6 +10,7 @@ import pytest
 from tests.field.balancing import (
     COMPLETIONS,
     POLICIES,
+    PROBED,
     SCRAPED,
     Engine,
     announce,
@@ -45,7 +46,7 @@ async def test_lb_02_models_take_turns_apart(policy, joins, monkeypatch):
         late.health = "503 Service Unavailable"
     else:
         late.models = ["m3"]
-    async with over(endpoints=list(engines.values()), routing__policy=policy, health__interval_seconds=0.02) as gateway:
+    async with over(endpoints=list(engines.values()), routing__policy=policy, **PROBED) as gateway:
 
         async def alternate(times: int) -> dict[str, int]:
             before = taken(engines.values())
@@ -127,7 +128,7 @@ async def test_lb_04_a_holder_that_was_removed_costs_no_request():
 
 
 async def test_lb_04_a_holder_that_is_out_is_passed_over():
-    async with publishing(3, health__interval_seconds=0.02, **SCRAPED) as (gateway, engines):
+    async with publishing(3, **PROBED, **SCRAPED) as (gateway, engines):
         holder, busy, idle = engines
         announce(holder, 0, *LONG_BLOCKS)
         await until(lambda: believed(gateway, holder, *LONG_BLOCKS) == 400)
@@ -163,7 +164,7 @@ async def test_lb_04_a_holder_that_is_heard_no_more_is_no_holder_and_counted():
 
 async def test_lb_04_a_session_on_an_engine_that_is_out_goes_on_elsewhere():
     engines = [Engine(), Engine()]
-    async with over(endpoints=engines, health__interval_seconds=0.02) as gateway:
+    async with over(endpoints=engines, **PROBED) as gateway:
         first = await took(gateway, engines, chat("one", conversation="c"))
         first.health = "503 Service Unavailable"
         await until(lambda: not gateway.endpoint(first.url).healthy)
@@ -187,7 +188,7 @@ async def test_lb_04_ports_of_one_address_are_engines_of_their_own():
 @pytest.mark.parametrize("policy", [*POLICIES, "consistent_hash"])
 async def test_lb_04_no_engine_at_all_is_503(policy):
     engine = Engine()
-    async with over(endpoints=[engine], health__interval_seconds=0.02, routing__policy=policy) as gateway:
+    async with over(endpoints=[engine], **PROBED, routing__policy=policy) as gateway:
         assert (await ask(gateway, chat("hi", conversation="c"))).status == 200
         engine.health = "503 Service Unavailable"
         await until(lambda: not gateway.endpoint(engine.url).healthy)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from tests.field.balancing import POLICIES, SCRAPED, Engine, chat, long, says, taken, took
+from tests.field.balancing import POLICIES, PROBED, SCRAPED, Engine, chat, long, says, taken, took
 from tests.field.fleet import ANSWERED, BASE, CHAT, delta
 from tests.field.pair import ask, client_of, over, reading
 from tests.support.gateway import until
@@ -117,7 +117,7 @@ async def test_lb_10_a_page_that_fails_now_and_then_leaves_the_load_known(caplog
 async def test_lb_10_an_engine_that_is_out_has_no_unknown_load():
     engine = Engine()
     engine.pages["/metrics"] = UNREADABLE["not there"]
-    async with over(endpoints=[engine], health__interval_seconds=0.02, **SCRAPED) as gateway:
+    async with over(endpoints=[engine], **PROBED, **SCRAPED) as gateway:
         await until(lambda: gateway.metric("kvroute_endpoint_load_unknown", endpoint=engine.url) == 1)
         engine.health = "503 Service Unavailable"
         await until(lambda: not gateway.endpoint(engine.url).healthy)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.field.balancing import (
     COMPLETIONS,
+    PROBED,
     SCRAPED,
     Engine,
     announce,
@@ -133,7 +134,7 @@ async def test_lb_07_an_overload_takes_no_pin_of_those_that_are_silent():
 @pytest.mark.parametrize("gone", ["refuses", "is out"])
 async def test_lb_13_a_conversation_goes_on_without_its_prefill_engine(gone):
     prefills, decodes = talking()
-    async with over(prefill=prefills, decode=decodes, health__interval_seconds=0.02) as gateway:
+    async with over(prefill=prefills, decode=decodes, **PROBED) as gateway:
         first = await legs(gateway, prefills, decodes, chat("one", conversation="c"))
         if gone == "refuses":
             await first[0].__aexit__()
