@@ -69,7 +69,8 @@ def test_ranks_are_in_a_row_or_they_are_none(ranks, row):
         ({"heard": {0: "live", 1: "live"}, "declared": 4}, (0, 1)),
         ({"heard": {0: "live"}, "declared": 4}, ()),
         # Releases that may ignore the header.
-        ({"said": (0, 1), "version": "0.11.2"}, ()),
+        ({"said": (0, 1), "version": "0.28.1"}, ()),
+        ({"said": (0, 1), "version": "0.29.0"}, (0, 1)),
         ({"declared": 2, "version": None}, ()),
         ({"declared": 2, "version": "nightly"}, ()),
         ({"said": (0, 1), "use_ranks": False}, ()),

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MOST_RANKS = 4096
 """Of one endpoint; what claims more is taken for a mistake."""
 
-FIRST_RELEASE = (0, 12)
-"""Of vLLM whose API servers are trusted to read the header; earlier ones may ignore it without a word."""
+FIRST_RELEASE = (0, 29)
+"""Of vLLM in whose source it was seen that the header is read; earlier ones may ignore it without a word."""
 
 
 def in_a_row(ranks: Iterable[int]) -> tuple[int, ...]:
