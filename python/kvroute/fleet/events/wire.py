@@ -42,6 +42,8 @@ class Wire:
     def __init__(self) -> None:
         self._context = zmq.Context()
         self._context.set(zmq.BLOCKY, 0)
+        # A feed takes three with its monitor: by libzmq's default 341 ranks would be all.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
 
     def feed(self, address: str, topic: str) -> Feed:
         """A subscription; batches come once it is connected."""
