@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.fleet import Endpoint, Signals
-from kvroute.fleet.signals import RankLoad, parse
+from kvroute.fleet.signals import RankLoad, cache_config, parse
 from kvroute.upstream import Origin
 
 CAPTURE = Path(__file__).parents[1] / "fixtures/captures/get_metrics.json"
@@ -181,3 +181,31 @@ def test_tokens_in_flight_are_given_back_on_every_path():
         assert engine.in_flight_tokens["prefill"] == 700
     assert engine.in_flight_tokens["prefill"] == 0
     assert engine.sent == 2
+
+
+def test_counts_that_cannot_be_reckoned_with_are_none():
+    # Two of these add up to infinity, and infinity less infinity is no cost that engines could be ordered by.
+    second = 'vllm:num_requests_waiting{engine="1"} 1.7e308\nvllm:num_requests_running{engine="1"} 2.0\n'
+    assert parse(page(waiting="1.7e308", more=second), 0.0) is None
+    assert parse(page(running="1e300"), 0.0) is None
+
+
+def test_a_page_of_more_samples_than_there_are_ranks_tells_nothing():
+    many = b'vllm:num_requests_waiting{engine="0"} 1\nvllm:num_requests_running{engine="0"} 1\n'
+    assert parse(many * 4096, 0.0) is not None
+    assert parse(many * 4097, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('vllm:cache_config_info{block_size="16",num_gpu_blocks="512"} 1.0\n', (512, 16)),
+        ('vllm:cache_config_info{name="}",block_size="16",num_gpu_blocks="512"} 1.0\n', (512, 16)),
+        ('vllm:cache_config_info{block_size="0",num_gpu_blocks="0"} 1.0\n', (None, None)),
+        (f'vllm:cache_config_info{{block_size="{"9" * 5000}",num_gpu_blocks="512"}} 1.0\n', (512, None)),
+        ("vllm:cache_config_info{\n" * 100_000, (None, None)),  # read in one go, not to the end from every line
+        ("", (None, None)),
+    ],
+)
+def test_an_engines_blocks_on_any_page(text, expected):
+    assert cache_config(text.encode()) == expected

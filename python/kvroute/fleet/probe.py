@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from kvroute.fleet.endpoint import Capabilities, Endpoint
+from kvroute.fleet.signals import cache_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kvroute.upstream import Pool, Timeouts
 
 CAPABILITIES_PATH = "/kvroute/capabilities"
-_CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_LABEL = re.compile(rb'([a-z_]+)="(\d+)"')
 _LIMIT = 8 * 2**20
 
 
@@ -59,16 +57,12 @@ class Probe:
         version = _object(body) if status == 200 else None
         name = version.get("version") if version is not None else None
         found = Capabilities.parse(name if isinstance(name, str) else None, await self.report(endpoint))
-        cache = await self.cache(endpoint) if found.block_size is None or endpoint.role == "decode" else {}
-        block_size = found.block_size if found.block_size is not None else cache.get("block_size")
-        found = dataclasses.replace(found, block_size=block_size, gpu_blocks=cache.get("num_gpu_blocks"))
+        if found.block_size is None or endpoint.role == "decode":
+            status, body = await self.get(endpoint, "/metrics")
+            blocks, size = cache_config(body) if status == 200 else (None, None)
+            block_size = found.block_size if found.block_size is not None else size
+            found = dataclasses.replace(found, block_size=block_size, gpu_blocks=blocks)
         return found.declared(endpoint.declared)
-
-    async def cache(self, endpoint: Endpoint) -> dict[str, int]:
-        """The whole numbers among the labels of ``vllm:cache_config_info``: tokens per block, number of blocks."""
-        status, body = await self.get(endpoint, "/metrics")
-        match = _CACHE.search(body) if status == 200 else None
-        return {name.decode(): int(value) for name, value in _LABEL.findall(match.group(1))} if match else {}
 
     async def kv_event_sources(self, endpoint: Endpoint) -> dict[str, Any] | None:
         """Where each data-parallel rank publishes KV events; None when the engine does not say."""
