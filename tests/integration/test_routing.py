@@ -134,6 +134,34 @@ async def test_a_plan_is_explained_and_nothing_is_done(client):
         assert first["cost"]["total"] == pytest.approx(sum(first["cost"].values()) - first["cost"]["total"])
 
 
+async def test_a_request_that_is_explained_takes_no_turn_and_no_place(client):
+    async with fleet_of(simulated.both("a"), simulated.both("b")) as engines:
+        urls = [engine.url for engine in engines]
+        async with running(endpoints=urls, routing__policy="round_robin", server__debug_key="looking") as gateway:
+            path = gateway.url + "/debug/plan/v1/chat/completions"
+            for number in range(4):
+                await say(client, gateway, f"{number}")
+                body = {"model": MODEL, "messages": [{"role": "user", "content": f"{number}"}]}
+                async with client.post(path, json=body, headers={"X-KVRoute-Debug-Key": "looking"}) as answer:
+                    assert answer.status == 200
+        assert taken(engines) == [2, 2]
+
+
+async def test_what_is_explained_takes_no_handle(client, monkeypatch):
+    # While it waits for tokens, a turn may come that needs it.
+    async with (
+        fleet_of(simulated.prefill(), simulated.decode()) as (prefill, decode),
+        running(prefill=[prefill.url], decode=[decode.url], server__debug_key="looking") as gateway,
+    ):
+        await say(client, gateway, LONG, conversation_id="c")
+        monkeypatch.setattr(gateway.gateway.store, "claim", None)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "conversation_id": "c"}
+        path, key = gateway.url + "/debug/plan/v1/chat/completions", {"X-KVRoute-Debug-Key": "looking"}
+        async with client.post(path, json=body, headers=key) as answer:
+            assert (await answer.json())["conversation"]["handle_tokens"] > 1000
+        assert gateway.gateway.store.handles == 1
+
+
 async def test_tokens_come_from_another_engine_while_one_leaves_them(client):
     async with fleet_of(*(simulated.both(f"e{i}", events=True) for i in range(2))) as engines:
         first, _ = engines

@@ -75,9 +75,10 @@ class Run:
 
     def start(self) -> None:
         names = self.names()
+        looked = self.sides[0].store.look(names)  # which changes nothing, or the twin would differ
         turns = [Turn(side.store, names).__enter__() for side in self.sides]
         mine, twins = (turn.claim for turn in turns)
-        assert dataclasses.replace(mine, entry=None) == dataclasses.replace(twins, entry=None)
+        assert dataclasses.replace(mine, entry=None) == dataclasses.replace(twins, entry=None) == looked
         if mine.held is not None:
             maker = self.made[mine.held]
             assert (maker.tenant, maker.model) == (names.tenant, names.model)

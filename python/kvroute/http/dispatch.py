@@ -14,6 +14,7 @@ from kvroute.http.intake import Incoming, may_be_json, read_body, request_ids, s
 from kvroute.http.legs import serve_legs
 from kvroute.http.question import ask
 from kvroute.http.whole import serve_direct, serve_whole
+from kvroute.kv.conversations import Claim
 from kvroute.kv.names import names_of
 from kvroute.kv.params import Policy
 from kvroute.kv.turn import Turn
@@ -124,13 +125,13 @@ class Dispatcher:
     async def _serve(self, incoming: Incoming) -> tuple[web.StreamResponse, str]:
         self._check_model(incoming.model)
         with Turn(self._store(), self._names(incoming)) as turn:
-            plan = await self._plan(incoming, turn)
+            plan = await self._plan(incoming, turn.claim)
             if plan.mode == "direct":
                 answer = await serve_direct(self._gateway, incoming, plan, turn)
                 if answer is not None:
                     self._gateway.metrics.paths.labels("direct").inc()
                     return answer, plan.mode
-                plan = await self._plan(incoming, turn, direct=False)
+                plan = await self._plan(incoming, turn.claim, direct=False)
             if plan.reason is not None:
                 self._gateway.metrics.whole.labels(plan.reason).inc()
             if not plan.targets:
@@ -159,9 +160,11 @@ class Dispatcher:
             raise GatewayError(404, f"the paths that can be explained are {', '.join(APIS)}", close=True)
         incoming = await self._read(request, path, tenant, request_id, engine_request_id)
         self._check_model(incoming.model)
-        with Turn(self._store(), self._names(incoming)) as turn:
-            plan = await self._plan(incoming, turn)
-            return json_answer(explain(self._gateway, incoming, plan, turn.claim))
+        # A turn that comes meanwhile finds its handle, and all else as if nobody had asked.
+        store, names = self._store(), self._names(incoming)
+        claim = store.look(names) if store is not None and names is not None else Claim()
+        plan = await self._plan(incoming, claim, counts=False)
+        return json_answer(explain(self._gateway, incoming, plan, claim))
 
     def _store(self) -> Store | None:
         return self._gateway.store if self._gateway.settings.conversations.enabled else None
@@ -194,15 +197,15 @@ class Dispatcher:
         assert decode is not None
         return Candidate(decode, rank=held.rank if by_rank else None)
 
-    async def _plan(self, incoming: Incoming, turn: Turn, *, direct: bool = True) -> Plan:
+    async def _plan(self, incoming: Incoming, claim: Claim, *, direct: bool = True, counts: bool = True) -> Plan:
         whole: str | None = None
         if self._gateway.settings.disaggregated:
             body = incoming.body
             whole = (
                 whole_reason(incoming.api, body) if incoming.api is not None and body is not None else "not_generation"
             )
-        chosen = self._direct(incoming, turn.held) if direct and whole is None else None
-        question = await ask(self._gateway, incoming, turn.claim.decode, direct=chosen is not None)
+        chosen = self._direct(incoming, claim.held) if direct and whole is None else None
+        question = await ask(self._gateway, incoming, claim.decode, direct=chosen is not None, counts=counts)
         return make_plan(
             self._gateway.router,
             question,
@@ -212,4 +215,5 @@ class Dispatcher:
             now=time.monotonic(),
             sealed=incoming.body is not None and prompt_follows_output(incoming.body),
             direct=chosen,
+            counts=counts,
         )

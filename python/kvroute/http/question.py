@@ -34,7 +34,9 @@ _BYTES_PER_TOKEN = 4
 _ASSUMED_SECONDS = 10.0
 
 
-async def ask(gateway: Gateway, incoming: Incoming, session: Place | None, *, direct: bool = False) -> Question:
+async def ask(
+    gateway: Gateway, incoming: Incoming, session: Place | None, *, direct: bool = False, counts: bool = True
+) -> Question:
     """Put a request's question together.
 
     Args:
@@ -42,9 +44,11 @@ async def ask(gateway: Gateway, incoming: Incoming, session: Place | None, *, di
         incoming: The request.
         session: The engine, or its rank, that served the conversation's last turn.
         direct: The engine is known already: prompts are not counted, since nothing is chosen by their tokens.
+        counts: Whether the request is to be served; else it shows in no metric of what requests met.
     """
     body, policy = incoming.body, gateway.router.policy
-    note_session(gateway, url_of(session) if session is not None else None)
+    if counts:
+        note_session(gateway, url_of(session) if session is not None else None)
     # What is sent is ahead of what comes next under any policy that looks at load.
     tokens = len(incoming.raw) // _BYTES_PER_TOKEN if incoming.api is not None else 0
     question = Question(model=incoming.model, tokens=tokens, session=session, by_rank=incoming.api in BY_RANK)
@@ -53,7 +57,7 @@ async def ask(gateway: Gateway, incoming: Incoming, session: Place | None, *, di
     if policy in {"prefix_affinity", "consistent_hash"}:
         question = _by_text(gateway, incoming, body, question)
     if not direct and (policy == "prefix_affinity" or gateway.selective.needs_evidence):
-        question = await _by_tokens(gateway, incoming, body, question)
+        question = await _by_tokens(gateway, incoming, body, question, counts=counts)
     return question
 
 
@@ -69,7 +73,7 @@ def _by_text(gateway: Gateway, incoming: Incoming, body: Body, question: Questio
     return dataclasses.replace(question, guessed=guessed, key=key, prefixes=prefixes)
 
 
-async def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, question: Question) -> Question:
+async def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, question: Question, *, counts: bool) -> Question:
     try:
         salt = cache_salt(body)
     except SaltError:
@@ -84,7 +88,7 @@ async def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, question:
         lora=_adapter(gateway, incoming.model),
         salt=salt,
     )
-    return dataclasses.replace(counted, held=_held(gateway, counted))
+    return dataclasses.replace(counted, held=_held(gateway, counted, counts=counts))
 
 
 async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> list[Tokens] | None:
@@ -100,7 +104,7 @@ async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> list[Toke
         return None  # counted there; routing goes on by load, by session and by where the text was sent
 
 
-def _held(gateway: Gateway, question: Question) -> Mapping[Place, Sequence[Tiers]]:
+def _held(gateway: Gateway, question: Question, *, counts: bool) -> Mapping[Place, Sequence[Tiers]]:
     """What each engine that is heard has of each prompt, and each of its data-parallel ranks.
 
     Of an engine as a whole the rank that has most counts, since the engine may pick it; for a decision about loads,
@@ -110,7 +114,8 @@ def _held(gateway: Gateway, question: Question) -> Mapping[Place, Sequence[Tiers
     # An engine may come or go between two matches.
     sources = set(matched[0]).intersection(*matched[1:])
     by_source = {source: [found[source] for found in matched] for source in sources}
-    note_holders(gateway, {source: _most(tiers) for source, tiers in by_source.items()})
+    if counts:
+        note_holders(gateway, {source: _most(tiers) for source, tiers in by_source.items()})
     held: dict[Place, Sequence[Tiers]] = {}
     for (url, rank), tiers in by_source.items():
         if gateway.hears((url, rank)):

@@ -67,6 +67,9 @@ class Store(Protocol):
     def claim(self, names: Names) -> Claim:
         """Take the conversation's handle; at most one caller ever gets it."""
 
+    def look(self, names: Names) -> Claim:
+        """Tell what a claim would give."""
+
     def put(
         self, names: Names, claim: Claim, decode: Place, held: Held | None, *, response: str | None = None, again: bool
     ) -> None:
@@ -160,18 +163,35 @@ class MemoryStore:
 
     def claim(self, names: Names) -> Claim:
         """Take the conversation's handle out; the decode engine stays remembered."""
-        now = self._clock()
         self.sweep()
+        found, match = self._find(names)
+        return self._take(found, match, self._clock())
+
+    def look(self, names: Names) -> Claim:
+        """What `claim` would give now; nothing is taken, and nothing is the younger for it."""
+        self.sweep()
+        now = self._clock()
+        found, match = self._find(names)
+        for entry in reversed(found):
+            if entry.held is not None and now < entry.held.deadline:
+                return Claim(entry.held, entry.decode, match=match)
+        if not found:
+            return Claim()
+        entry = found[-1]
+        decode = None if match == "whole" else entry.decode
+        return Claim(None, decode, entry.expired or entry.held is not None, match)
+
+    def _find(self, names: Names) -> tuple[list[_Entry], Match]:
         if names.own is not None:
-            return self._take(self._index.get(names.own, ()), "own", now)
+            return self._index.get(names.own, []), "own"
         whole = len(names.prefixes)
         for length in range(whole, 0, -1):
             found = self._index.get(names.prefix(length))
             if found:
-                return self._take(found, "whole" if length == whole else "prefix", now)
-        return Claim()
+                return found, "whole" if length == whole else "prefix"
+        return [], "whole"
 
-    def _take(self, found: list[_Entry] | tuple[()], match: Match, now: float) -> Claim:
+    def _take(self, found: list[_Entry], match: Match, now: float) -> Claim:
         for entry in reversed(found):
             held = entry.held
             if held is None:

@@ -66,6 +66,7 @@ def make_plan(
     now: float,
     sealed: bool = False,
     direct: Candidate | None = None,
+    counts: bool = True,
 ) -> Plan:
     """Plan one request.
 
@@ -78,10 +79,11 @@ def make_plan(
         now: Monotonic seconds.
         sealed: The legs' prompts may differ (`kvroute.plan.api.prompt_follows_output`).
         direct: The decode engine, and its rank, by which the turn skips prefill; see `kvroute.plan.direct`.
+        counts: Whether it takes a turn, see `Router.rank`.
     """
     if direct is not None and whole is None:
         return Plan("direct", (direct.endpoint,), candidates=(direct,), question=question)
-    targets = router.rank("decode" if disaggregated else "both", question, now)
+    targets = router.rank("decode" if disaggregated else "both", question, now, counts=counts)
 
     def planned(mode: Mode, prefills: Sequence[Candidate] = (), reason: str | None = None) -> Plan:
         # An engine stands there once, however many ranks it has: a connection that fails does so for all of them.
@@ -94,7 +96,7 @@ def make_plan(
         return planned("aggregated")
     if whole is not None:
         return planned("whole_on_decode", reason=whole)
-    ranked = router.rank("prefill", question, now)
+    ranked = router.rank("prefill", question, now, counts=counts)
     decode = targets[0].endpoint if targets else None
     prefills = [item for item in ranked if decode is None or hands_over(item.endpoint, decode, sealed=sealed)]
     if ranked and not prefills:

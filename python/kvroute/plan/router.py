@@ -106,7 +106,7 @@ class Router:
         self._session_tokens = session_tokens
         self._turns: dict[tuple[Role, str | None], int] = {}
 
-    def rank(self, role: Role, question: Question, now: float) -> list[Candidate]:
+    def rank(self, role: Role, question: Question, now: float, *, counts: bool = True) -> list[Candidate]:
         """Healthy engines of a role that serve the model, the best first; ranks apart where they can be chosen.
 
         The first is the policy's choice; the rest are where a failed connection goes next.
@@ -115,9 +115,10 @@ class Router:
             role: Of the engines.
             question: The request.
             now: Monotonic seconds.
+            counts: Whether the request is one, so that where engines take turns the next one meets another.
         """
         engines = self._fleet.able(role, question.model)
-        turn = self._turn(role, question.model)
+        turn = self._turn(role, question.model, counts=counts)
         match self.policy:
             case "round_robin":
                 rounds, start = divmod(turn, max(1, len(engines)))
@@ -162,9 +163,11 @@ class Router:
         cost = Cost(left * _TRANSFER if role == "decode" else left, *burden, session)
         return Candidate(engine, cost, "index" if held is not None else "guess" if guess else "none", rank, round(left))
 
-    def _turn(self, role: Role, model: str | None) -> int:
+    def _turn(self, role: Role, model: str | None, *, counts: bool) -> int:
         # Per role and model, so that interleaved models do not share one counter.
         turn = self._turns.get((role, model), 0)
+        if not counts:
+            return turn
         if len(self._turns) > _MAX_TURNS:
             self._turns.clear()
         self._turns[(role, model)] = turn + 1
