@@ -341,8 +341,8 @@ class PrefixIndex:
 
     Args:
         max_blocks: The most pairs of a block and a source that has it. At the limit those go that were of no use for
-            longest, by stores and matches, an eighth at a time. A pair takes 48 to 96 bytes; less where several sources
-            share a block.
+            longest, by stores and matches, an eighth at a time; beyond 65,536 pairs a thread sees to that. A pair takes
+            48 to 96 bytes; less where several sources share a block.
         seed: Salts the names of blocks, below 2**64; `None` for a random one. With a known seed clients could make
             prompts that the index takes for each other; the engines would still not.
 
@@ -374,6 +374,11 @@ class PrefixIndex:
         Its name may be used again at once. Memory of more than a few thousand blocks is given back a little later, by
         a thread that this starts.
         """
+    def is_partial(self, endpoint: str, rank: int = 0) -> bool:
+        """Whether a source may have more than is known: something that it told made no sense, or had no place or room.
+
+        That holds until it is forgotten, and for a source that is not listed.
+        """
     def assume(
         self,
         endpoint: str,
@@ -389,7 +394,8 @@ class PrefixIndex:
 
         A match tells them as the tier `SPECULATIVE`, so that requests of one prefix that come together can stay
         together; they are evidence of nothing. The first event about a block ends that, and so does `expire`. A source
-        may have 65,536 such blocks; the oldest go first.
+        may have 65,536 such blocks; the oldest go first. All together have an eighth of the index: prompts come from
+        clients, who could drive out with them what engines told.
 
         Args:
             endpoint: The gateway's name for the endpoint.

@@ -83,6 +83,9 @@ class Saying:
     def expire(self, _now: float) -> None:
         pass
 
+    def is_partial(self, _endpoint: str, _rank: int = 0) -> bool:
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiered:

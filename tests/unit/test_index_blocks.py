@@ -9,7 +9,7 @@ import pytest
 
 from kvroute._core import PrefixIndex
 from tests.support.indexes import TEXT, A, B, an_index
-from tests.support.kv_events import CLEARED, Blocks, batch, removed
+from tests.support.kv_events import CLEARED, Blocks, Event, batch, removed
 
 
 class TestKve08SaltsAndAdapters:
@@ -218,10 +218,77 @@ class TestAssumptions:
         assert self.index.assume("unknown", 0, TEXT, until=10.0) == 0
 
     def test_the_oldest_give_way(self) -> None:
-        index = an_index(a=[Blocks([7], 1).stored()])
+        index = PrefixIndex(1_000_000)
+        index.apply(*A, batch(Blocks([7], 1).stored()))
         for number in range(1, 4):
             assert index.assume(*A, [number] * 30_000, until=10.0) == 30_000
         assert len(index) == 60_001
         assert index.match([1, 1])[A] == {}
         assert index.match([3, 3])[A] == {"SPECULATIVE": 1}
         assert index.expire(10.0) == 60_000
+
+    def test_prompts_do_not_drive_out_what_engines_told(self) -> None:
+        index = PrefixIndex(80)
+        for source in (A, B):
+            index.apply(*source, batch(Blocks(TEXT).stored()))
+        assert index.assume(*A, range(100, 130), until=10.0) == 7
+        for source in (A, B, A):
+            index.assume(*source, range(1000, 5000), until=10.0)
+            index.apply(*source, batch(Blocks([7] * 4).stored()))
+        assert len(index) == 2 * 11 + 10
+        assert index.match(TEXT) == {A: {"GPU": 40}, B: {"GPU": 40}}
+        assert index.expire(10.0) == 10
+        assert index.assume(*B, range(1000, 5000), until=20.0) == 10
+
+
+class TestPartial:
+    def setup_method(self) -> None:
+        self.index = an_index(a=[Blocks(TEXT).stored()])
+        self.index.add("b")
+
+    def partial(self) -> list[bool]:
+        return [self.index.is_partial(*source) for source in (A, B)]
+
+    def test_what_was_taken_is_all(self) -> None:
+        assert self.partial() == [False, False]
+        self.index.apply(
+            *A, batch(Blocks(TEXT).removed(), Blocks(TEXT).stored(group_idx=1, kv_cache_spec_kind="mamba"))
+        )
+        assert self.partial() == [False, False]
+        assert self.index.is_partial("unknown")
+
+    @pytest.mark.parametrize(
+        "event",
+        [
+            Blocks(TEXT).stored(2, 3, parent_block_hash=1),
+            Blocks(TEXT).stored(0, 1, block_size=-4),
+            Blocks(TEXT).removed() | {"block_hashes": [None]},
+            Blocks([5], 1).offloaded()[0],
+        ],
+        ids=["orphan", "odd", "odd removal", "placeholder"],
+    )
+    def test_an_event_that_could_not_be_taken(self, event: Event) -> None:
+        self.index.apply(*B, batch(event))
+        assert self.partial() == [False, True]
+        self.index.forget(*B)
+        self.index.add("b")
+        assert self.partial() == [False, False]
+
+    def test_too_many_sizes_and_tiers(self) -> None:
+        for size in (1, 2, 3, 5):
+            assert self.partial() == [False, False]
+            self.index.apply(*A, batch(Blocks(range(size), size).stored()))
+        assert self.partial() == [True, False]
+        for number in range(6):
+            assert self.partial() == [True, False]
+            self.index.apply(*B, batch(Blocks(TEXT).stored(medium=f"T{number}")))
+        assert self.partial() == [True, True]
+
+    def test_the_limit(self) -> None:
+        index = PrefixIndex(50)
+        index.apply(*A, batch(Blocks(TEXT).stored()))
+        index.apply(*B, batch(Blocks(range(100, 140), 1).stored()))
+        assert (index.is_partial(*A), index.is_partial(*B)) == (False, False)
+        index.apply(*B, batch(Blocks(range(200, 204), 1).stored()))
+        assert len(index) <= 50
+        assert index.is_partial(*A) or index.is_partial(*B)

@@ -181,7 +181,12 @@ def known(question: Question, endpoint: Endpoint, rank: int | None) -> list[Tier
     return [{tier: tokens for tier, tokens in tiers.items() if tier != SPECULATIVE} for tiers in held]
 
 
-def knows_all(endpoint: Endpoint, rank: int | None) -> bool:
-    """Whether what the index does not know of an engine is not there: its events were heard from its start on."""
+def knows_all(gateway: Gateway, endpoint: Endpoint, rank: int | None) -> bool:
+    """Whether what the index does not know of an engine is not there.
+
+    Its events were heard from its start on, and the index could take all of them and did not have to let any go.
+    """
     meets = _meets(endpoint, rank)
-    return meets is not None and endpoint.hearing.ranks[meets].whole
+    if meets is None or not endpoint.hearing.ranks[meets].whole:
+        return False
+    return not gateway.index.is_partial(endpoint.url, meets)

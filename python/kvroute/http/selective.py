@@ -22,7 +22,7 @@ def decide(gateway: Gateway, incoming: Incoming, question: Question, endpoint: E
         incoming.policy,
         endpoint,
         known(question, endpoint, rank),
-        complete=knows_all(endpoint, rank),
+        complete=knows_all(gateway, endpoint, rank),
         lengths=question.lengths if question.prompts else None,
         now=time.monotonic(),
         rank=rank,

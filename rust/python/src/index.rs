@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Blocks that are forgotten at once, in the caller's time: a millisecond.
 const PURGE_AT_ONCE: usize = 4096;
@@ -15,15 +15,36 @@ const PURGE_AT_ONCE: usize = 4096;
 /// Blocks of which the memory is worth a walk through the allocator: 2 MB and more.
 const GIVE_BACK_ABOVE: usize = 1 << 15;
 
+/// Blocks of an index that is kept to its limit at once, in the caller's time: some 5 ms.
+const TRIM_AT_ONCE: usize = 1 << 16;
+
 /// Which engine holds which prefix, in which tier.
 #[pyclass(frozen, module = "kvroute._core")]
 pub struct PrefixIndex {
     index: Arc<Index>,
     /// Its blocks at most, since memory was last given back.
     peak: AtomicUsize,
+    /// A thread keeps it to its limit.
+    trimming: Arc<AtomicBool>,
 }
 
 impl PrefixIndex {
+    /// Keeps the index to its limit; a large one in a thread, since its caller has requests to serve.
+    fn trim(&self) {
+        if !self.index.is_over_the_limit() {
+            return;
+        }
+        if self.index.len() <= TRIM_AT_ONCE {
+            self.index.keep_to_the_limit();
+        } else if !self.trimming.swap(true, Ordering::Relaxed) {
+            let (index, trimming) = (Arc::clone(&self.index), Arc::clone(&self.trimming));
+            std::thread::spawn(move || {
+                index.keep_to_the_limit();
+                trimming.store(false, Ordering::Relaxed);
+            });
+        }
+    }
+
     /// Gives memory back when the index has become much smaller: its many small tables leave it with the allocator.
     fn give_back(&self) {
         let blocks = self.index.len();
@@ -44,6 +65,7 @@ impl PrefixIndex {
         Self {
             index: Arc::new(Index::new(max_blocks, seed)),
             peak: AtomicUsize::new(0),
+            trimming: Arc::default(),
         }
     }
 
@@ -64,6 +86,7 @@ impl PrefixIndex {
         let payload = payload.as_bytes();
         let apply = || {
             let applied = self.index.apply(&source, payload);
+            self.trim();
             self.give_back();
             applied
         };
@@ -145,6 +168,11 @@ impl PrefixIndex {
     #[getter]
     fn allocated_bytes(&self, py: Python<'_>) -> usize {
         py.detach(|| self.index.bytes())
+    }
+
+    #[pyo3(signature = (endpoint, rank = 0))]
+    fn is_partial(&self, endpoint: &str, rank: u32) -> bool {
+        self.index.is_partial(&named(endpoint, rank))
     }
 
     fn __len__(&self) -> usize {

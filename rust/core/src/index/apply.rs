@@ -11,7 +11,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 impl Index {
-    /// Applies a batch of a source's events, which is listed if it was not.
+    /// Applies a batch of a source's events, which is listed if it was not. The index may be over its limit then, see
+    /// [`Index::keep_to_the_limit`].
     ///
     /// # Errors
     /// When the payload is no batch.
@@ -28,7 +29,6 @@ impl Index {
                 };
                 let applied = self.apply_to(&target, &mut state, &batch);
                 drop(state);
-                self.keep_to_the_limit();
                 return Ok(Report {
                     time: batch.time,
                     rank: batch.rank,
@@ -81,6 +81,9 @@ impl Index {
         for group in &mut state.groups {
             group.settle(&self.table);
         }
+        if applied.orphaned + applied.malformed > 0 {
+            target.source.note_partial();
+        }
         applied
     }
 
@@ -106,9 +109,13 @@ impl Index {
                 }
                 None => {
                     applied.ignored += 1;
+                    target.source.note_partial();
                     return 0;
                 }
             }
+        }
+        if self.tier_bit(&event.tier).is_none() {
+            target.source.note_partial();
         }
         self.store_in(state, event, scratch, applied)
     }

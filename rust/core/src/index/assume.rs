@@ -13,6 +13,10 @@ use std::sync::atomic::Ordering;
 /// Blocks that one source may have assumed; the oldest go first.
 const MAX_ASSUMED: usize = 1 << 16;
 
+/// The part of the index that is for assumptions, of all sources: prompts come from clients, who could drive out with them
+/// what engines told.
+const SHARE: usize = 8;
+
 /// The blocks of one request.
 #[derive(Debug)]
 pub struct Assumed {
@@ -42,15 +46,19 @@ impl Index {
             return 0;
         }
         let mut blocks = Vec::new();
+        let others = self.assumed.load(Ordering::Relaxed);
+        let room = (self.max_blocks / SHARE).saturating_sub(others);
         for group in &listed.groups {
             for &size in &group.sizes {
                 let names = prompt.names(size, &self.namer).take(MAX_ASSUMED);
                 let fresh = names.filter(|&name| self.table.assume(name, group.holder, now));
-                blocks.extend(fresh.map(|name| (group.holder, name)));
+                let left = room.saturating_sub(blocks.len());
+                blocks.extend(fresh.map(|name| (group.holder, name)).take(left));
             }
         }
         let assumed = blocks.len();
         if assumed > 0 {
+            self.assumed.fetch_add(assumed, Ordering::Relaxed);
             state.assumed.push_back(Assumed { until, blocks });
             let mut room = MAX_ASSUMED;
             let recent = state.assumed.iter().rev();
@@ -102,6 +110,7 @@ impl Index {
                 ended += 1;
             }
         }
+        self.assumed.fetch_sub(ended, Ordering::Relaxed);
         ended
     }
 }

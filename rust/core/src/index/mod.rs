@@ -100,6 +100,8 @@ pub struct Index {
     trimming: Mutex<()>,
     /// Blocks of sources that were forgotten, still in the table.
     doomed: AtomicUsize,
+    /// Blocks that are assumed, of all sources.
+    assumed: AtomicUsize,
 }
 
 impl Index {
@@ -118,6 +120,7 @@ impl Index {
             now: AtomicU32::new(0),
             trimming: Mutex::default(),
             doomed: AtomicUsize::new(0),
+            assumed: AtomicUsize::new(0),
         }
     }
 
@@ -202,6 +205,16 @@ impl Index {
             }
         });
         matches.collect()
+    }
+
+    /// Whether a source may have more than the index knows: it told of blocks that made no sense, had no place or found no
+    /// room, here or since. One that is not listed has.
+    #[must_use]
+    pub fn is_partial(&self, name: &SourceName) -> bool {
+        let roster = self.rosters.snapshot();
+        roster
+            .get(name)
+            .is_none_or(|listed| listed.source.is_partial())
     }
 
     /// Pairs of a block and a holder, without those that were forgotten.

@@ -3,6 +3,7 @@
 use super::source::State;
 use super::table::Holder;
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// How many holders given back wait before one is taken again.
@@ -19,11 +20,23 @@ pub struct SourceName {
 
 /// A source's state, behind its own lock: ranks do not wait for each other.
 #[derive(Debug, Default)]
-pub struct Source(Mutex<State>);
+pub struct Source {
+    state: Mutex<State>,
+    partial: AtomicBool,
+}
 
 impl Source {
     pub fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether it told of blocks that were not taken, or were let go.
+    pub fn is_partial(&self) -> bool {
+        self.partial.load(Ordering::Relaxed)
+    }
+
+    pub fn note_partial(&self) {
+        self.partial.store(true, Ordering::Relaxed);
     }
 }
 

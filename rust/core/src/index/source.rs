@@ -180,8 +180,9 @@ impl GroupBlocks {
     }
 
     /// Forgets the blocks that were of no use for long: those for which `is_old` says so, by when they were last used.
-    pub fn forget_old(&mut self, table: &Table, is_old: impl Fn(u32) -> bool) {
-        let holder = self.holder;
+    /// Whether there were any.
+    pub fn forget_old(&mut self, table: &Table, is_old: impl Fn(u32) -> bool) -> bool {
+        let (holder, before) = (self.holder, self.names.len());
         self.names.retain(|_, name| match table.used(*name) {
             Some(used) if !is_old(used) => true,
             Some(_) => {
@@ -190,7 +191,9 @@ impl GroupBlocks {
             }
             None => false,
         });
+        let forgot = self.names.len() < before;
         self.shrink();
+        forgot
     }
 
     /// Forgets all blocks; how many there were.
