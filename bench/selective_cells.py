@@ -25,13 +25,13 @@ from bench.selective import report
 from bench.selective.arm import Arm, BenchError, Found
 from bench.selective.setup import MODEL, POLICIES, Cell, Setup, cells_named
 from bench.selective.workload import Workload
+from rich.console import Console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-from rich.console import Console
 
 ATTEMPTS = 3
-"""A cell on which the machine's other work had engines late is measured again, this often in all."""
+"""A cell that the machine's other work disturbed is measured again, this often in all; then it is left out."""
 
 
 async def run(
@@ -68,24 +68,34 @@ async def run(
                 f"{setup.prefixes} prefixes of {prefix_tokens} tokens: warm after {time.monotonic() - began:.0f} s"
             )
             for cell in group:
-                for attempt in range(ATTEMPTS):
-                    before, started = await _cpu(arms), time.monotonic()
-                    found = await asyncio.gather(
-                        *(
-                            arm.measure(workload, clients=cell.clients, burn_in=burn_in, seconds=seconds, scale=scale)
-                            for arm in arms
-                        )
-                    )
-                    spent, took = await _cpu(arms), time.monotonic() - started
-                    shares = [(after - first) / took for first, after in zip(before, spent, strict=True)]
-                    console.print(_line(cell, found, shares))
-                    if attempt == ATTEMPTS - 1 or not any(one.slipped_seconds for one in found):
-                        break
-                    console.print("refused: engines were late on this machine, once more", style="yellow")
-                for one in found:
-                    one.check()
-                rows.append((cell, {one.policy: one for one in found}))
+                found = await _measured(arms, workload, cell, console, burn_in=burn_in, seconds=seconds, scale=scale)
+                if found is not None:
+                    rows.append((cell, {one.policy: one for one in found}))
     return rows
+
+
+async def _measured(
+    arms: list[Arm], workload: Workload, cell: Cell, console: Console, *, burn_in: float, seconds: float, scale: float
+) -> list[Found] | None:
+    """One cell under all policies; None when the machine disturbed every attempt."""
+    for _ in range(ATTEMPTS):
+        before, started = await _cpu(arms), time.monotonic()
+        found = await asyncio.gather(
+            *(
+                arm.measure(workload, clients=cell.clients, burn_in=burn_in, seconds=seconds, scale=scale)
+                for arm in arms
+            )
+        )
+        spent, took = await _cpu(arms), time.monotonic() - started
+        shares = [(after - first) / took for first, after in zip(before, spent, strict=True)]
+        console.print(_line(cell, found, shares))
+        disturbed = [f"{one.policy}: {one.disturbed}" for one in found if one.disturbed]
+        if not disturbed:
+            for one in found:
+                one.check()
+            return found
+        console.print(f"  refused, {'; '.join(disturbed)}", style="yellow")
+    return None
 
 
 def _line(cell: Cell, found: Sequence[Found], shares: Sequence[float]) -> str:
@@ -129,10 +139,11 @@ def main() -> None:
         cpu_tokens=arguments.cpu_tokens,
     )
     try:
+        cells = cells_named(arguments.cells)
         rows = uvloop.run(
             run(
                 setup,
-                cells_named(arguments.cells),
+                cells,
                 console,
                 policies=arguments.policies,
                 burn_in=arguments.burn_in,
@@ -143,8 +154,11 @@ def main() -> None:
         )
     except (BenchError, ValueError) as error:
         sys.exit(f"refused: {error}")
-    console.print(report.times(rows, published=not arguments.pd))
-    console.print(report.decisions(rows))
+    if rows:
+        console.print(report.times(rows, published=not arguments.pd))
+        console.print(report.decisions(rows))
+    if len(rows) < len(cells):
+        sys.exit(f"{len(cells) - len(rows)} of {len(cells)} cells were refused: this machine had other work")
 
 
 if __name__ == "__main__":
