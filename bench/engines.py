@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
-import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -48,20 +47,10 @@ class Engines:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._pipe.send(("end", 0.0))
+        self._pipe.send("end")
         await asyncio.to_thread(self._process.join, END_SECONDS)
         if self._process.is_alive():
             self._process.kill()
-
-    async def pace(self, scale: float) -> None:
-        """Let their clock go on at another scale."""
-        self._pipe.send(("pace", scale))
-        await self._answer()
-
-    async def cpu_seconds(self) -> float:
-        """CPU time that the process has used."""
-        self._pipe.send(("cpu", 0.0))
-        return float(await self._answer())
 
     async def _answer(self) -> Any:
         try:
@@ -70,10 +59,6 @@ class Engines:
         except EOFError:
             pass
         raise RuntimeError("the engines' process ended or does not answer")
-
-    async def metrics(self) -> list[Counts]:
-        """What each engine counts by now."""
-        return await asyncio.gather(*map(counts_of, self.urls))
 
 
 class Counts:
@@ -135,16 +120,5 @@ def _run(pipe: Connection, specs: list[EngineSpec], time_scale: float) -> None:
 async def _serve(pipe: Connection, specs: list[EngineSpec], time_scale: float) -> None:
     async with SimFleet(specs, time_scale=time_scale) as fleet:
         pipe.send(fleet.urls())
-        while True:
-            try:
-                command, value = await asyncio.to_thread(pipe.recv)
-            except EOFError:  # the parent is gone
-                return
-            if command == "end":
-                return
-            if command == "pace":
-                # A million blocks live as long as this process: to visit them all takes longer than a step may be late.
-                gc.collect()
-                gc.disable()
-                fleet.clock.pace(value)
-            pipe.send(time.process_time())
+        with suppress(EOFError):  # the parent is gone
+            await asyncio.to_thread(pipe.recv)

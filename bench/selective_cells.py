@@ -2,12 +2,13 @@
 
     python -m bench.selective_cells                     # all cells, four engines that do both
     python -m bench.selective_cells --pd                # two prefill engines with tiers, two decode engines
-    python -m bench.selective_cells --cells 8k/c64 --seconds 30
+    python -m bench.selective_cells --cells 8k/c64 --policies disable 1024+2 1024+8
 
-Policy off (engines load what they find), forced recompute and `1024 + 8` run at the same time, each on a fleet of its
-own with the same seed: whatever else the machine does meets all three alike, no policy inherits the caches or the queue
-of another, and the window can be three times as long. Nothing is scaled but the window (300 s as published). Engines,
-events, scrapes, prompts and tokenisation are real; the time of the engines is simulated, see docs/simulator.md.
+Policy off (engines load what they find), forced recompute and `1024 + 8` each have a fleet of their own and the same
+seed: clients ask the same, and no policy inherits the caches or the queue of another. Nothing is scaled but the window
+(300 s as published). HTTP, KV events, scrapes, prompts and tokenisation are real; time is that of the simulated engines
+(docs/simulator.md) and passes only when nobody has anything to do (`bench.virtual`), so that the machine's other work
+is in no number.
 """
 
 from __future__ import annotations
@@ -15,98 +16,62 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import sys
 import time
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-import uvloop
 from bench.selective import report
-from bench.selective.arm import Arm, BenchError, Found
-from bench.selective.setup import MODEL, POLICIES, Cell, Setup, cells_named
-from bench.selective.workload import Workload
+from bench.selective.arm import BenchError, Found
+from bench.selective.setup import POLICIES, Cell, Setup, cells_named, policy_settings
+from bench.virtual import virtually
 from rich.console import Console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ATTEMPTS = 3
-"""A cell that the machine's other work disturbed is measured again, this often in all; then it is left out."""
-
 
 async def run(
     setup: Setup,
-    cells: list[Cell],
+    cells: Sequence[Cell],
+    policies: Sequence[str],
     console: Console,
     *,
-    policies: Sequence[str] = POLICIES,
     burn_in: float,
     seconds: float,
-    scale: float = 1.0,
-    seed: int = 0,
+    seed: int,
 ) -> list[tuple[Cell, dict[str, Found]]]:
-    """Measure cells under all policies; those of one prefix length follow each other on the same caches.
+    """Measure cells under policies, as many processes at a time as there are cores.
 
     Raises:
         BenchError: When what was measured says nothing.
     """
-    rows = []
-    for prefix_tokens, group in itertools.groupby(cells, key=lambda cell: cell.prefix_tokens):
-        began = time.monotonic()
-        workload = Workload(
-            seed,
-            prefixes=setup.prefixes,
-            prefix_tokens=prefix_tokens,
-            uncached=setup.uncached,
-            output=setup.output,
-            model=MODEL,
-        )
-        async with AsyncExitStack() as stack:
-            arms = await asyncio.gather(*(stack.enter_async_context(Arm(setup, policy)) for policy in policies))
-            await asyncio.gather(*(arm.warm(workload, scale) for arm in arms))
-            console.print(
-                f"{setup.prefixes} prefixes of {prefix_tokens} tokens: warm after {time.monotonic() - began:.0f} s"
+    free = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def one(policy: str, group: Sequence[Cell]) -> list[Found]:
+        async with free:
+            began = time.monotonic()
+            found: list[Found] = await virtually(
+                "bench.selective.arm:run", setup, policy, group, burn_in=burn_in, seconds=seconds, seed=seed
             )
-            for cell in group:
-                found = await _measured(arms, workload, cell, console, burn_in=burn_in, seconds=seconds, scale=scale)
-                if found is not None:
-                    rows.append((cell, {one.policy: one for one in found}))
-    return rows
+            took = time.monotonic() - began
+        for cell, item in zip(group, found, strict=True):
+            rate = item.result.output_tokens_per_second
+            console.print(f"{cell.name} {policy}: {rate:,.0f} tok/s, computed in {took:.0f} s", style="dim")
+        return found
 
-
-async def _measured(
-    arms: list[Arm], workload: Workload, cell: Cell, console: Console, *, burn_in: float, seconds: float, scale: float
-) -> list[Found] | None:
-    """One cell under all policies; None when the machine disturbed every attempt."""
-    for _ in range(ATTEMPTS):
-        before, started = await _cpu(arms), time.monotonic()
-        found = await asyncio.gather(
-            *(
-                arm.measure(workload, clients=cell.clients, burn_in=burn_in, seconds=seconds, scale=scale)
-                for arm in arms
-            )
-        )
-        spent, took = await _cpu(arms), time.monotonic() - started
-        shares = [(after - first) / took for first, after in zip(before, spent, strict=True)]
-        console.print(_line(cell, found, shares))
-        disturbed = [f"{one.policy}: {one.disturbed}" for one in found if one.disturbed]
-        if not disturbed:
-            for one in found:
-                one.check()
-            return found
-        console.print(f"  refused, {'; '.join(disturbed)}", style="yellow")
-    return None
-
-
-def _line(cell: Cell, found: Sequence[Found], shares: Sequence[float]) -> str:
-    rates = "; ".join(f"{one.policy} {one.result.output_tokens_per_second:,.0f} tok/s" for one in found)
-    cores = ", ".join(f"{share:.0%}" for share in shares)
-    waits = ", ".join(f"{one.tokenize_seconds * 1e3:.0f}" for one in found)
-    return f"{cell.name}: {rates} (of a core: gateways and clients, engines of each: {cores}; /tokenize {waits} ms)"
-
-
-async def _cpu(arms: list[Arm]) -> list[float]:
-    return [time.process_time(), *await asyncio.gather(*(arm.cpu_seconds() for arm in arms))]
+    groups = [list(group) for _, group in itertools.groupby(cells, key=lambda cell: cell.prefix_tokens)]
+    tasks = [asyncio.ensure_future(one(policy, group)) for group in reversed(groups) for policy in policies]
+    try:
+        every = [item for found in await asyncio.gather(*tasks) for item in found]
+    finally:
+        for task in tasks:
+            task.cancel()
+    names = [cell for group in reversed(groups) for _ in policies for cell in group]
+    by_cell: dict[Cell, dict[str, Found]] = {cell: {} for cell in cells}
+    for cell, found in zip(names, every, strict=True):
+        by_cell[cell][found.policy] = found
+    return list(by_cell.items())
 
 
 def main() -> None:
@@ -123,13 +88,6 @@ def main() -> None:
     parser.add_argument("--gpu-tokens", type=int, default=Setup().gpu_tokens, help="GPU cache of an engine")
     parser.add_argument("--cpu-tokens", type=int, default=Setup().cpu_tokens, help="CPU tier of all engines")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--time-scale",
-        type=float,
-        default=1.0,
-        help="wall seconds per simulated second; at another scale than 1 the gate's 2 s and the scrapes, which are "
-        "the gateway's and in wall time, are not what they would be",
-    )
     arguments = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     setup = Setup(
@@ -140,25 +98,23 @@ def main() -> None:
     )
     try:
         cells = cells_named(arguments.cells)
-        rows = uvloop.run(
+        for policy in arguments.policies:
+            policy_settings(policy)
+        rows = asyncio.run(
             run(
                 setup,
                 cells,
+                arguments.policies,
                 console,
-                policies=arguments.policies,
                 burn_in=arguments.burn_in,
                 seconds=arguments.seconds,
-                scale=arguments.time_scale,
                 seed=arguments.seed,
             )
         )
     except (BenchError, ValueError) as error:
         sys.exit(f"refused: {error}")
-    if rows:
-        console.print(report.times(rows, published=not arguments.pd))
-        console.print(report.decisions(rows))
-    if len(rows) < len(cells):
-        sys.exit(f"{len(cells) - len(rows)} of {len(cells)} cells were refused: this machine had other work")
+    console.print(report.times(rows, published=not arguments.pd))
+    console.print(report.decisions(rows))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,36 @@
-"""One policy under test: a fleet of its own, its gateway, its clients, and what all of them counted."""
+"""One policy under test: a fleet of its own, its gateway, its clients, and what all of them counted.
+
+All of that is in one process and in virtual time: see `bench.virtual`, which calls `run`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from bench.engines import Counts, Engines, counts_of
+from bench.engines import Counts, counts_of
 from bench.load import Load, asked_once
+from bench.selective.workload import Workload
+from bench.virtual import clock
 
 from kvroute.config import load as read_settings
 from kvroute.http.gateway import Gateway
 from kvroute.http.server import serving
+from kvroute.sim import SimFleet
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bench.load import Result
-    from bench.selective.setup import Setup
-    from bench.selective.workload import Workload
+    from bench.selective.setup import Cell, Setup
     from typing_extensions import Self
 
-WARM_CLIENTS = 8
-"""Engines whose clock is fast are busy all the time; more at once would only let /tokenize wait behind their steps."""
-
+WARM_CLIENTS = 32
 NO_EVIDENCE = 0.02
-"""Share of requests that may be decided without evidence: those whose tokens did not come in time."""
-
-BUSY_SECONDS = 0.03
-"""Mean time for a prompt's tokens, which engines make in no time: beyond this the machine is what is measured."""
+"""Share of requests that may be decided without evidence."""
 
 
 class BenchError(Exception):
@@ -43,7 +46,7 @@ class Found:
         result: What clients saw.
         loaders: What the engines that have tiers counted in the window, added up.
         gateway: What the gateway counted in it.
-        slipped_seconds: Wall seconds by which the engines' times came out too long.
+        slipped_seconds: By how much engines were late, all together.
     """
 
     policy: str
@@ -66,27 +69,14 @@ class Found:
         counts = self.gateway.by("kvroute_selective_kv_decisions_total", "reason")
         return {reason: count / sum(counts.values()) for reason, count in counts.items()}
 
-    @property
-    def tokenize_seconds(self) -> float:
-        """Mean wall seconds for the tokens of a prompt: what the machine took, since engines tokenise in no time."""
-        count = self.gateway.total("kvroute_tokenize_seconds_count")
-        return self.gateway.total("kvroute_tokenize_seconds_sum") / max(1.0, count)
-
-    @property
-    def disturbed(self) -> str | None:
-        """What the machine's other work did to it; None when it can be used."""
-        if self.slipped_seconds:
-            return f"its engines were {self.slipped_seconds:.1f} s late"
-        if self.tokenize_seconds > BUSY_SECONDS:
-            return f"its prompts waited {self.tokenize_seconds * 1e3:.0f} ms for their tokens"
-        return None
-
     def check(self) -> None:
         """See that it says what it claims to.
 
         Raises:
-            BenchError: When requests failed, or the policy did not act as its name says.
+            BenchError: When engines were late, requests failed, or the policy did not act as its name says.
         """
+        if self.slipped_seconds:
+            raise BenchError(f"{self.policy}: the engines were {self.slipped_seconds:.1f} s late, so times say nothing")
         if self.result.errors:
             raise BenchError(f"{self.policy}: requests failed: {dict(self.result.errors)}")
         loaded = self.loaded("host") + self.loaded("disk")
@@ -108,47 +98,54 @@ class Arm:
     Attributes:
         policy: Its name.
         url: Of the gateway.
+        fleet: The engines.
+        gateway: The gateway.
     """
 
-    def __init__(self, setup: Setup, policy: str) -> None:
+    gateway: Gateway
+
+    def __init__(self, setup: Setup, policy: str, *, scale: float = 1.0) -> None:
         self.policy = policy
         self.url = ""
-        self._setup = setup
+        self.fleet = SimFleet(setup.engines(), time_scale=scale)
+        self._scale = scale
+        self._settings = setup.settings(policy)
         self._stack = AsyncExitStack()
-        self._engines = Engines(setup.engines(), setup.warm_scale)
-        self._gateway: Gateway
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._engines)
-            roles = (spec.role for spec in self._setup.engines())
-            endpoints = list(zip(roles, self._engines.urls, strict=True))
-            self._gateway = Gateway(read_settings(assignments=self._setup.settings(self.policy), endpoints=endpoints))
-            self.url = await stack.enter_async_context(serving(self._gateway))
-            await self._gateway.monitor.first_round()
-            await self._gateway.listener.settled()
+            await stack.enter_async_context(self.fleet)
+            endpoints = [(engine.spec.role, engine.url) for engine in self.fleet]
+            self.gateway = Gateway(read_settings(assignments=self._settings, endpoints=endpoints))
+            self.url = await stack.enter_async_context(serving(self.gateway))
+            await self.gateway.monitor.first_round()
+            await self.gateway.listener.settled()
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def warm(self, workload: Workload, scale: float) -> None:
-        """Ask for every prefix once, while the engines' clock is fast, and set that to ``scale``."""
+    def unheard(self) -> int:
+        """Batches of events that engines published and the gateway did not apply yet."""
+        published = sum(publisher.sequence for engine in self.fleet for publisher in engine.publishers)
+        return published - sum(endpoint.hearing.batches for endpoint in self.gateway.fleet.endpoints)
+
+    async def warm(self, workload: Workload) -> None:
+        """Ask for every prefix once.
+
+        Raises:
+            BenchError: When requests fail.
+        """
         first, *others = workload.every_prefix()
         for requests in ([first], others):
-            async with Load(self.url, asked_once(requests, WARM_CLIENTS), scale=self._setup.warm_scale) as load:
+            async with Load(self.url, asked_once(requests, WARM_CLIENTS), scale=self._scale) as load:
                 await load.finished()
             errors = load.result().errors
             if errors:
                 raise BenchError(f"{self.policy}: the warm-up failed: {dict(errors)}")
             # The first request had the gateway compare /tokenize with the engine: the others have exact tokens.
-            await self._gateway.prompts.settled()
-        await self._engines.pace(scale)
-
-    async def cpu_seconds(self) -> float:
-        """CPU time of the engines' process."""
-        return await self._engines.cpu_seconds()
+            await self.gateway.prompts.settled()
 
     async def measure(
         self,
@@ -157,7 +154,6 @@ class Arm:
         clients: int,
         burn_in: float = 0.0,
         seconds: float = 0.0,
-        scale: float = 1.0,
         requests: int | None = None,
     ) -> Found:
         """Run one cell.
@@ -165,19 +161,18 @@ class Arm:
         Args:
             workload: What clients ask.
             clients: Their number.
-            burn_in: Engine seconds before the window, in which clients start and what was before is forgotten.
+            burn_in: Seconds before the window, in which clients start and what was before is forgotten.
             seconds: Of the window.
-            scale: Wall seconds per simulated second.
             requests: Instead of a window in time: so many of each client are measured.
         """
         scripts = [workload.client(number, spread=burn_in / 2, requests=requests) for number in range(clients)]
         before = await self._counts()
-        async with Load(self.url, scripts, scale=scale) as load:
+        async with Load(self.url, scripts, scale=self._scale) as load:
             if requests is None:
-                await asyncio.sleep(burn_in * scale)
+                await asyncio.sleep(burn_in)
                 before = await self._counts()
                 load.measure()
-                await asyncio.sleep(seconds * scale)
+                await asyncio.sleep(seconds)
             else:
                 await load.finished()
             result = load.result()
@@ -187,7 +182,29 @@ class Arm:
 
     async def _counts(self) -> tuple[Counts, Counts, Counts]:
         """Of the engines that have tiers, of all engines, and of the gateway."""
-        each = await self._engines.metrics()
-        specs = self._setup.engines()
-        loaders = [counts for counts, spec in zip(each, specs, strict=True) if spec.cpu_blocks]
+        each = await asyncio.gather(*(counts_of(engine.url) for engine in self.fleet))
+        loaders = [counts for counts, engine in zip(each, self.fleet, strict=True) if engine.spec.cpu_blocks]
         return sum(loaders, Counts({})), sum(each, Counts({})), await counts_of(self.url)
+
+
+async def run(
+    setup: Setup, policy: str, cells: Sequence[Cell], *, burn_in: float, seconds: float, seed: int
+) -> list[Found]:
+    """Measure cells of one prefix length under one policy, one after the other on the same caches.
+
+    Raises:
+        BenchError: When what was measured says nothing.
+    """
+    gc.disable()  # a million blocks live as long as this process: there is nothing to find
+    workload = Workload(setup, cells[0].prefix_tokens, seed=seed)
+    async with Arm(setup, policy) as arm:
+        time = clock()
+        time.under_way = arm.unheard
+        time.start()
+        await arm.warm(workload)
+        found = []
+        for cell in cells:
+            found.append(await arm.measure(workload, clients=cell.clients, burn_in=burn_in, seconds=seconds))
+            found[-1].check()
+        time.stop()
+    return found

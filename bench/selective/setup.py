@@ -66,11 +66,10 @@ class Setup:
     Attributes:
         pd: Two prefill engines, which have the tiers, and two decode engines, instead of four that do both.
         prefixes: Prefixes that are asked for, each as likely as the others.
-        gpu_tokens: GPU cache of an engine.
+        gpu_tokens: GPU cache of an engine that has tiers.
         cpu_tokens: CPU tier of all engines together; they share it equally.
         output: Tokens of an answer.
         uncached: Tokens of a prompt behind its prefix.
-        warm_scale: Wall seconds per simulated second while the caches are filled.
     """
 
     pd: bool = False
@@ -79,7 +78,6 @@ class Setup:
     cpu_tokens: int = CPU_TOKENS
     output: int = OUTPUT
     uncached: int = UNCACHED
-    warm_scale: float = 0.02
 
     def engines(self) -> list[EngineSpec]:
         """The engines of one fleet; storage holds whatever leaves the CPU tier."""
@@ -99,11 +97,13 @@ class Setup:
         }
         if not self.pd:
             return [EngineSpec(f"replica-{number}", **base, **tiers) for number in range(REPLICAS)]
-        # While caches are filled, a lease's 30 s would be over in no time.
-        base["lease_seconds"] = 30.0 / min(1.0, self.warm_scale or 1.0)
         return [
             *(EngineSpec(f"prefill-{number}", "prefill", **base, **tiers) for number in range(loading)),
-            *(EngineSpec(f"decode-{number}", "decode", **base) for number in range(REPLICAS - loading)),
+            # What decode engines hold is what runs there, whatever the caches of the others are scaled to.
+            *(
+                EngineSpec(f"decode-{number}", "decode", **{**base, "num_gpu_blocks": GPU_TOKENS // BLOCK})
+                for number in range(REPLICAS - loading)
+            ),
         ]
 
     def settings(self, policy: str) -> list[tuple[str, str]]:

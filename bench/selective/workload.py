@@ -7,11 +7,13 @@ import random
 from typing import TYPE_CHECKING
 
 from bench.load import Request
+from bench.selective.setup import MODEL
 
 from kvroute.sim.tokens import SPACED, VOCABULARY, encode, render
 
 if TYPE_CHECKING:
     from bench.load import Script
+    from bench.selective.setup import Setup
 
 _WORDS = [VOCABULARY[token].decode() for token in SPACED]
 _PHRASE = 32
@@ -22,27 +24,23 @@ class Workload:
     """Chat requests with a shared system message and a user message of their own.
 
     Args:
-        seed: Same seed, same requests: every client asks the same in the same order, whatever the fleet does.
-        prefixes: Their number.
+        setup: Says how many prefixes there are, and how long tails and answers.
         prefix_tokens: Of the rendered prompt: so many are shared, in whole blocks.
-        uncached: Tokens of a prompt behind that.
-        output: Tokens of an answer.
-        model: Its name.
+        seed: Same seed, same requests: every client asks the same in the same order, whatever the fleet does.
     """
 
-    def __init__(self, seed: int, *, prefixes: int, prefix_tokens: int, uncached: int, output: int, model: str) -> None:
+    def __init__(self, setup: Setup, prefix_tokens: int, *, seed: int) -> None:
         rng = random.Random(seed)
         phrases = ["".join(rng.choices(_WORDS, k=_PHRASE)) for _ in range(256)]
         self._seed = seed
-        self._model = model
-        self._output = output
+        self._output = setup.output
         words = prefix_tokens - _HEAD
         # The first words tell prefixes apart. The rest is drawn by the phrase: 2,048 x 8,192 words would take long.
         self.prefixes = [
             "".join([*rng.choices(_WORDS, k=words % _PHRASE + _PHRASE), *rng.choices(phrases, k=words // _PHRASE - 1)])
-            for _ in range(prefixes)
+            for _ in range(setup.prefixes)
         ]
-        self._tail = prefix_tokens + uncached - len(render(self._messages(0, "")))
+        self._tail = prefix_tokens + setup.uncached - len(render(self._messages(0, "")))
 
     def _messages(self, prefix: int, tail: str) -> list[dict[str, str]]:
         return [{"role": "system", "content": self.prefixes[prefix]}, {"role": "user", "content": tail}]
@@ -50,7 +48,7 @@ class Workload:
     def request(self, prefix: int, rng: random.Random, *, after: float = 0.0, output: int | None = None) -> Request:
         """One request for a prefix."""
         body = {
-            "model": self._model,
+            "model": MODEL,
             "messages": self._messages(prefix, "".join(rng.choices(_WORDS, k=self._tail))),
             "max_tokens": self._output if output is None else output,
             "ignore_eos": True,

@@ -11,8 +11,9 @@ from bench import break_even
 from bench.load import Load, Request, ask, asked_once
 from bench.selective import report
 from bench.selective.arm import Arm
-from bench.selective.setup import MODEL, Cell, Setup
+from bench.selective.setup import Cell, Setup
 from bench.selective.workload import Workload
+from bench.virtual import virtually
 from rich.console import Console
 
 from kvroute.sim import EngineSpec, SimFleet
@@ -120,13 +121,13 @@ async def test_an_engine_that_cannot_be_reached_is_an_error():
 @pytest.mark.parametrize(("pd", "policies"), [(False, ["off", "disable", "512+8"]), (True, ["512+8"])])
 async def test_the_policies_act_on_the_fleets_of_the_selective_cells(pd, policies):
     # A GPU holds two of the prefixes; the others are in its CPU tier or in storage.
-    setup = Setup(pd=pd, prefixes=12, gpu_tokens=3072, cpu_tokens=8192, output=4, uncached=64, warm_scale=0)
-    workload = Workload(1, prefixes=12, prefix_tokens=1024, uncached=64, output=4, model=MODEL)
+    setup = Setup(pd=pd, prefixes=12, gpu_tokens=3072, cpu_tokens=8192, output=4, uncached=64)
+    workload = Workload(setup, 1024, seed=1)
     found = {}
     for policy in policies:
-        async with Arm(setup, policy) as arm:
-            await arm.warm(workload, 0)
-            found[policy] = one = await arm.measure(workload, clients=2, requests=15, scale=0)
+        async with Arm(setup, policy, scale=0) as arm:
+            await arm.warm(workload)
+            found[policy] = one = await arm.measure(workload, clients=2, requests=15)
         one.check()
         assert len(one.result.answers) == 30
     loaded = {policy: one.loaded("host") + one.loaded("disk") for policy, one in found.items()}
@@ -183,3 +184,20 @@ def test_the_break_even_is_where_loading_stays_faster(gains, expected):
         for tokens, gain in zip((100, 200, 300), gains, strict=True)
     ]
     assert break_even.break_even(points) == expected
+
+
+async def test_a_cell_runs_in_virtual_time_in_a_process_of_its_own():
+    setup = Setup(prefixes=12, gpu_tokens=3072, cpu_tokens=8192, output=4, uncached=64)
+    cells = [Cell("few", 1024, 2)]
+    found = await virtually("bench.selective.arm:run", setup, "512+8", cells, burn_in=1.0, seconds=4.0, seed=1)
+    result = found[0].result
+    assert result.seconds == pytest.approx(4, abs=0.01)
+    # A prompt takes 40 ms to come to the engine's core, a step 16 ms, and the gateway's work no time at all.
+    assert 0.056 < min(answer.ttft for answer in result.answers) < 0.08
+
+
+async def test_what_fails_in_a_process_of_its_own_fails_here():
+    with pytest.raises(ValueError, match="no such policy"):
+        await virtually("bench.selective.setup:policy_settings", "8+")
+    with pytest.raises(RuntimeError, match="ended with"):
+        await virtually("bench.selective.setup:nothing")

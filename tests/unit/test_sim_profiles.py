@@ -61,20 +61,6 @@ def test_a_clock_passes_only_by_hand_at_scale_0():
         Clock(-1)
 
 
-def test_a_clock_goes_on_where_it_was_at_another_pace():
-    clock = Clock(1e-3)
-    while clock.now() < 1:  # a millisecond
-        pass
-    clock.pace(1000)
-    held = clock.now()
-    assert held >= 1
-    clock.pace(0)
-    clock.advance(2)
-    assert held + 2 <= clock.now() < held + 3
-    with pytest.raises(ValueError, match="scale"):
-        clock.pace(1001)
-
-
 def test_what_came_due_while_a_step_was_decided_is_not_missed():
     lab = Lab()
     core = lab.core("p", "prefill", profile="qwen3-32b")

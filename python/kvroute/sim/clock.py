@@ -17,7 +17,9 @@ class Clock:
     """
 
     def __init__(self, scale: float = 1.0) -> None:
-        self.scale = _checked(scale)
+        if not 0 <= scale <= 1000:
+            raise ValueError(f"time scale {scale} is not in 0..1000")
+        self.scale = scale
         self.slipped = False
         self._start = time.monotonic()
         self._skipped = 0.0
@@ -28,29 +30,11 @@ class Clock:
             return self._skipped
         return self._skipped + (time.monotonic() - self._start) / self.scale
 
-    def pace(self, scale: float) -> None:
-        """Go on at another scale: caches are filled in no time, and what is measured then is measured in real time.
-
-        What is under way goes on by the old one until its step ends, so do it while engines are idle.
-
-        Args:
-            scale: As for the construction.
-        """
-        now = self.now()
-        self.scale = _checked(scale)
-        self._skipped, self._start = now, time.monotonic()
-
     def advance(self, seconds: float) -> None:
         """Let ``seconds`` pass at once; at any scale."""
         if seconds < 0:
             raise ValueError("time does not run backwards")
         self._skipped += seconds
-
-
-def _checked(scale: float) -> float:
-    if not 0 <= scale <= 1000:
-        raise ValueError(f"time scale {scale} is not in 0..1000")
-    return scale
 
 
 class Link:

@@ -43,7 +43,7 @@ class Driver:
 
     async def run(self) -> None:
         """Step for ever."""
-        core = self._core
+        core, scale = self._core, self._clock.scale
         due = time.monotonic()
         while True:
             self._wake.clear()
@@ -52,7 +52,7 @@ class Driver:
                 await self._idle()
                 due = time.monotonic()
                 continue
-            due += step.seconds * self._clock.scale
+            due += step.seconds * scale
             wait = due - time.monotonic()
             await asyncio.sleep(wait if wait > TIMER_SECONDS else 0)
             core.commit(step)
