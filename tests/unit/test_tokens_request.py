@@ -183,3 +183,5 @@ def test_half_a_surrogate_pair_leaves_no_tokens():
 
 def test_a_body_that_would_hold_everybody_up_is_not_read():
     assert reason(messages=[{"role": "user", "content": "x" * 2**23}]) == "too_large"
+    assert ask(messages=[USER] * 16_384).ids is None
+    assert reason(messages=[USER] * 16_385) == "too_large"

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _MOST_BYTES = 8 * 2**20
 """Of a body: some two million tokens. Reading more would hold the event loop up."""
 
+MOST_MESSAGES = 16_384
+"""Of one chat: each is looked at, which takes a microsecond."""
+
 MOST_PROMPTS = 128
 """Of one request: each is a call for its tokens, and a match with the index."""
 
@@ -131,9 +134,9 @@ def read_asks(api: Api | None, body: Body) -> tuple[Ask, ...]:
     """Read a client's body of ``/v1/chat/completions`` or ``/v1/completions``: one ask for each prompt, in order.
 
     Raises:
-        NoTokens: ``api`` for other APIs, whose prompts nothing but the engine can make; ``too_large``; ``too_many`` for
-            more than `MOST_PROMPTS`; ``member`` for one that is not known to be harmless; ``media``, ``message``,
-            ``prompt``, ``malformed`` for what is inside.
+        NoTokens: ``api`` for other APIs, whose prompts nothing but the engine can make; ``too_large``, also for more
+            than `MOST_MESSAGES`; ``too_many`` for more than `MOST_PROMPTS`; ``member`` for one that is not known to be
+            harmless; ``media``, ``message``, ``prompt``, ``malformed`` for what is inside.
     """
     if len(body.data) > _MOST_BYTES:
         raise NoTokens("too_large", f"a body of more than {_MOST_BYTES} bytes")
@@ -145,6 +148,8 @@ def read_asks(api: Api | None, body: Body) -> tuple[Ask, ...]:
 
 
 def _read_chat(body: Body) -> Ask:
+    if body.message_count > MOST_MESSAGES:  # counted by the scan, so that they need not be read for it
+        raise NoTokens("too_large", f"more than {MOST_MESSAGES} messages")
     _check_members(body, _CHAT_KNOWN)
     messages = _loads(body.raw("messages"))
     if not isinstance(messages, list) or not messages:
