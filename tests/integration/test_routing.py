@@ -134,6 +134,16 @@ async def test_a_plan_is_explained_and_nothing_is_done(client):
         assert first["cost"]["total"] == pytest.approx(sum(first["cost"].values()) - first["cost"]["total"])
 
 
+async def test_what_is_no_conversation_is_spread_by_consistent_hash_too(client):
+    async with fleet_of(*(simulated.both(f"e{i}") for i in range(3))) as engines:
+        async with running(endpoints=[engine.url for engine in engines], routing__policy="consistent_hash") as gateway:
+            for number in range(30):
+                body = {"model": MODEL, "prompt": f"{number}"}
+                async with client.post(gateway.url + "/tokenize", json=body) as answer:
+                    assert answer.status == 200
+        assert all(taken(engines))
+
+
 async def test_a_request_that_is_explained_takes_no_turn_and_no_place(client):
     async with fleet_of(simulated.both("a"), simulated.both("b")) as engines:
         urls = [engine.url for engine in engines]

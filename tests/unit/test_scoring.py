@@ -125,3 +125,12 @@ def test_keys_are_spread_over_engines():
     names = [f"http://e{number}:1" for number in range(4)]
     firsts = [rendezvous(b"%d" % key, names)[0] for key in range(2000)]
     assert min(firsts.count(name) for name in names) > 400
+
+
+def test_keys_that_differ_at_their_ends_are_spread():
+    names = [f"http://e{number}" for number in range(4)]
+    firsts = {
+        rendezvous(b"a-tenant/and-a-team/and-whatever-else-a-client-writes-in-front/%d" % key, names)[0]
+        for key in range(50)
+    }
+    assert firsts == set(names)

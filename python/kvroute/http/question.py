@@ -51,7 +51,9 @@ async def ask(
         note_session(gateway, url_of(session) if session is not None else None)
     # What is sent is ahead of what comes next under any policy that looks at load.
     tokens = len(incoming.raw) // _BYTES_PER_TOKEN if incoming.api is not None else 0
-    question = Question(model=incoming.model, tokens=tokens, session=session, by_rank=incoming.api in BY_RANK)
+    question = Question(
+        model=incoming.model, tokens=tokens, session=session, key=incoming.raw, by_rank=incoming.api in BY_RANK
+    )
     if body is None or incoming.api is None:
         return question
     if policy in {"prefix_affinity", "consistent_hash"}:
