@@ -120,6 +120,17 @@ async def test_a_replay_that_fails_is_not_asked_for_again_at_once(publisher, bro
         assert one.hearing.state == "live"
 
 
+async def test_a_replay_without_an_end_is_given_up(publisher):
+    # Four of them, for that many run at a time, would have kept the events of all other engines out.
+    publisher.replay = "repeating"
+    async with heard(publisher) as one:
+        assert one.blocks == {1}
+        assert one.hearing.state == "live"
+        fill(publisher, 1)
+        await until(lambda: one.batches() == 2)
+        assert publisher.asked == [0]
+
+
 async def test_what_a_replay_dropped_on_its_way_is_asked_for_again(publisher):
     fill(publisher, *range(8))
     dropped = {number: publisher.kept.pop(number) for number in (4, 5)}

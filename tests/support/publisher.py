@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BLOCK = 4  # tokens
 TOPIC = "kv@e@m"
 
-Replay: TypeAlias = Literal["with_topic", "without_topic", "hanging", "garbage"]
+Replay: TypeAlias = Literal["with_topic", "without_topic", "hanging", "garbage", "repeating"]
 
 
 def stored(*hashes: int, parent: int | None = None, medium: str = "GPU") -> dict[str, Any]:
@@ -57,7 +57,8 @@ class Publisher:
     """PUB and ROUTER of one rank.
 
     Args:
-        replay: How the ROUTER answers: as 0.32 does, as older releases do, not at all, or with what is no replay.
+        replay: How the ROUTER answers: as 0.32 does, as older releases do, not at all, with what is no replay, or with
+            the same batch again and again.
         buffer: Batches kept for replay.
         ports: Of an earlier publisher, to come back at its address.
 
@@ -161,6 +162,9 @@ class Publisher:
             if self.replay == "garbage":
                 await self._router.send_multipart([client, b"what"])
                 continue
+            while self.replay == "repeating":
+                await self._router.send_multipart([client, b"", struct.pack(">Q", first), pack(stored(1))])
+                await asyncio.sleep(0.005)
             topic = [TOPIC.encode()] if self.replay == "with_topic" else []
             for number in sorted(self.kept):
                 if number >= first:

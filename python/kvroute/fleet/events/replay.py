@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ _NUMBER = struct.Struct(">Q")
 _END = struct.pack(">q", -1)
 # Replays at one time, over the fleet: a start with many engines is not a flood, and one that hangs holds up few.
 _AT_ONCE = 4
+# Seconds that one may take, however steadily it comes; a hundred thousand batches come in less.
+_LONGEST = 60.0
 
 
 class ReplayError(Exception):
@@ -49,12 +52,13 @@ class Replays:
         There may be holes: an engine's socket drops what its reader is too slow for.
 
         Raises:
-            ReplayError: Nothing came for too long, or what came is no replay.
+            ReplayError: Nothing came for too long, there is no end to it, or what came is no replay.
         """
         # A socket of its own, so that no reply to an earlier request can come into this one.
         async with self._slots:
             with self._wire.dealer(address) as inbox:
                 inbox.send([b"", _NUMBER.pack(start)])
+                expected, latest = start, time.monotonic() + _LONGEST
                 while True:
                     frames = inbox.take()
                     if frames is None:
@@ -65,6 +69,11 @@ class Replays:
                         raise ReplayError("its reply is no replay")
                     if frames[-2] == _END:
                         return
+                    if found[0] < expected:
+                        raise ReplayError("its numbers do not grow")
+                    if time.monotonic() > latest:
+                        raise ReplayError(f"it takes more than {_LONGEST:g} s")
+                    expected = found[0] + 1
                     yield found
 
     async def _next(self, inbox: Inbox) -> list[bytes]:
