@@ -262,6 +262,7 @@ class Run:
 SWEEPS: dict[str, Callable[[Knobs, float], Knobs]] = {
     "running": lambda knobs, value: _weighed(knobs, "running", value),
     "waiting": lambda knobs, value: _weighed(knobs, "waiting", value),
+    "ahead": lambda knobs, value: _weighed(knobs, "ahead", value),
     "session": lambda knobs, value: dataclasses.replace(knobs, session=int(value)),
     "remember": lambda knobs, value: dataclasses.replace(knobs, remember=value),
 }

@@ -94,7 +94,7 @@ async def test_lb_07_load_of_others_moves_nobody_who_has_more_to_lose():
     async with over(endpoints=engines, **SCRAPED) as gateway:
         history = [long(f"text {number}", 8000) for number in range(3)]
         here = await took(gateway, engines, chat(*history[:1], conversation="c"))
-        await says(gateway, here, waiting=1, running=8)  # 1024 + 8 * 64 tokens, and there are 2,000 of the history
+        await says(gateway, here, waiting=1, running=4)  # 1024 + 4 * 128 tokens, and there are 2,000 of the history
         new = chat("hi", conversation="new")
         assert [await took(gateway, engines, new) is here for _ in range(3)] == [False] * 3
         assert await took(gateway, engines, chat(*history, conversation="c")) is here
@@ -105,8 +105,8 @@ async def test_lb_07_load_of_others_moves_neither_leg():
     async with over(prefill=prefills, decode=decodes, **SCRAPED) as gateway:
         history = [long(f"text {number}", 8000) for number in range(5)]
         first = await legs(gateway, prefills, decodes, chat(*history[:1], conversation="c"))
-        await says(gateway, first[0], waiting=1, running=8)
-        await says(gateway, first[1], running=6)
+        await says(gateway, first[0], waiting=1, running=4)
+        await says(gateway, first[1], running=3)
         other = await legs(gateway, prefills, decodes, chat("hi", conversation="new"))
         assert not set(first) & set(other)
         for end in (3, 5):

@@ -172,10 +172,10 @@ def test_what_the_engine_distributes_is_taken_to_be_even():
         engine.learn(Signals(NOW, 4.0, 1.0))
         found = Router(Fleet([engine]), policy="least_loaded").rank("both", BY_RANK, NOW)
     costs = {item.rank: item.cost for item in found}
-    # Half of the prompt that has no rank; of 2 that wait and half a one that runs, what is not this gateway's own.
+    # Prompts count half. Half of the one that has no rank; of 2 that wait and half a one that runs, what others sent.
     assert {rank: round(cost.ahead) for rank, cost in costs.items() if cost} == {
-        0: 500 + 2 * 1024,
-        1: 1000 + 1024,
+        0: 250 + 2 * 1024,
+        1: 500 + 1024,
     }
 
 

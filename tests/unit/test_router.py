@@ -71,7 +71,7 @@ def test_the_engine_that_holds_the_prefix_gets_the_prompt(engines):
 def test_it_does_not_when_more_waits_there_than_the_prefix_spares(engines):
     router = Router(Fleet(engines), policy="prefix_affinity")
     question = Question("m", tokens=4000, held={engines[2].url: [{"GPU": 3200}]})
-    with engines[2].flight("whole", tokens=5000) as flight:
+    with engines[2].flight("whole", tokens=7000) as flight:
         assert first(router, question) is not engines[2]
         flight.computed()
         assert first(router, question) is engines[2]

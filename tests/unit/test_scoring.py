@@ -71,6 +71,15 @@ def test_the_gateways_own_requests_do_not_count_twice_in_the_queue():
     assert cost_of(0, [{}], Load(requests=3, tokens=0, waiting=5), WEIGHTS).ahead == 2 * WEIGHTS.waiting
 
 
+def test_a_token_to_wait_for_costs_half_of_one_to_compute():
+    """To compute a popular prompt once more takes room from another one; to wait for its engine takes none."""
+    waits = cost_of(6000, [{"GPU": 5800}], Load(requests=1, tokens=8000), WEIGHTS)
+    computes = cost_of(6000, [{}], Load(), WEIGHTS)
+    assert waits.total < computes.total
+    assert waits.ahead == 4000
+    assert cost_of(6000, [{"GPU": 5800}], Load(requests=1, tokens=12_000), WEIGHTS).total > computes.total
+
+
 def test_a_queue_of_others_counts_behind_requests_of_the_gateway_that_run():
     busy = Load(requests=20, tokens=0, waiting=6, running=20, sampled=20)
     assert cost_of(0, [{}], busy, WEIGHTS).ahead == 6 * WEIGHTS.waiting

@@ -23,7 +23,7 @@ class Routing(Section):
         description="what a cached token saves, by where it is cached; a tier that is not listed saves 0.5",
     )
     running_tokens: float = Field(
-        64.0, ge=0, allow_inf_nan=False, description="what a running request costs the next one, in prompt tokens"
+        128.0, ge=0, allow_inf_nan=False, description="what a running request costs the next one, in prompt tokens"
     )
     waiting_tokens: float = Field(
         1024.0, ge=0, allow_inf_nan=False, description="the same of a waiting request that another gateway sent"

@@ -54,13 +54,18 @@ class Weights:
         other_tier: Of tiers that later releases bring.
         running: Tokens that a running request costs the next one: it shares every step with it.
         waiting: Tokens that a request of somebody else's in the queue costs; of its own the gateway knows the tokens.
+        ahead: What a token costs that is to be computed before this request's, where one that is to be computed for it
+            costs 1. Less, since to wait takes nobody's room: a popular prompt that is computed once more, on an engine
+            that is free just now, drives out another, which then has to be computed again. At 1 that goes on and on
+            where caches are too small for all (docs/routing.md, Measured).
         full_from: KV usage from which an engine is about to preempt or evict; the cost rises from there.
     """
 
     tiers: Mapping[str, float] = dataclasses.field(default_factory=lambda: {GPU: 1.0, "CPU": 0.8, "STORAGE": 0.5})
     other_tier: float = 0.5
-    running: float = 64.0
+    running: float = 128.0
     waiting: float = 1024.0
+    ahead: float = 0.5
     full_from: float = 0.9
 
     def of(self, tier: str) -> float:
@@ -123,7 +128,7 @@ def burden_of(load: Load, prompt_tokens: int, weights: Weights) -> tuple[float, 
     if kv_usage is not None and kv_usage > weights.full_from:
         # At 100 % the whole prompt counts once more: its KV drives out that of others, or waits for a free block.
         full = prompt_tokens * (min(kv_usage, 1.0) - weights.full_from) / max(1.0 - weights.full_from, 1e-6)
-    return tokens + queued * weights.waiting, crowd * weights.running, full
+    return weights.ahead * tokens + queued * weights.waiting, crowd * weights.running, full
 
 
 def spread(ordered: Sequence[_T], costs: Sequence[float], turn: int, *, within: float = 0.0) -> list[_T]:
