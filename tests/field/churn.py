@@ -115,7 +115,8 @@ def by_guesses(turns: int) -> dict[str, Any]:
     held = {"recent": len(recent), "assumed": len(index) - 1}
     index.expire(float(turns))
     recent.forget(ENGINE)
-    left = {"recent": len(recent), "assumed": len(index) - 1}
+    last = [b"%16d" % key for key in range((turns - 1) * CHAIN, turns * CHAIN)]
+    left = {"recent": len(recent.match(Prefixes(last, [1.0] * CHAIN))), "assumed": len(index) - 1}
     return {"start": start, "seen": seen, "held": held, "end": resident(), "left": left}
 
 

@@ -50,7 +50,7 @@ def test_kve_03_what_is_counted_is_what_is_held_and_all_of_it_is_given_back(chur
 def test_kve_03_what_is_guessed_has_a_bound_and_an_end(churned):
     told = churned["guesses"]
     assert told["held"] == {"recent": 20_000, "assumed": 100 * CHAIN}
-    assert told["left"] == {"recent": 0, "assumed": 0}
+    assert told["left"] == {"recent": 0, "assumed": 0}  # of the guesses, those that still count
 
 
 def test_kve_03_the_bound_holds_at_once_in_a_burst():

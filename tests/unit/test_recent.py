@@ -60,8 +60,18 @@ def test_what_is_old_or_gone_does_not_count(recent, clock):
     assert recent.match(keys) == {"e1": 1}
     clock.now = 60.0
     assert recent.match(keys) == {}
-    recent.forget("e1")
-    assert len(recent) == 0
+
+
+def test_what_an_engine_gets_after_it_was_forgotten_counts(recent, clock):
+    keys = Prefixes.of(chat("a"), b"t")
+    for _ in range(2):
+        recent.note(keys, ("e1", 3))
+        assert recent.match(keys) == {"e1": 1, ("e1", 3): 1}
+        recent.forget("e1")
+        assert recent.match(keys) == {}
+    recent.note(keys, "e1")
+    clock.now = 59.0
+    assert recent.match(keys) == {"e1": 1}
 
 
 def test_memory_is_bounded(clock):

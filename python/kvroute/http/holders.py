@@ -23,9 +23,12 @@ def note_holders(gateway: Gateway, held: Mapping[tuple[str, int], int]) -> None:
         gateway: The gateway.
         held: Tokens of the prompts that each rank of each engine has in any tier, by the index.
     """
+    by_url: dict[str, int] = {}
+    for (url, _rank), tokens in held.items():
+        by_url[url] = max(tokens, by_url.get(url, 0))
     most, best = 0, 0
     reason: Unusable | None = None
-    for (url, _rank), tokens in held.items():
+    for url, tokens in by_url.items():
         why = _why_unusable(gateway, url)
         if why is None:
             best = max(best, tokens)

@@ -116,19 +116,23 @@ def _held(gateway: Gateway, question: Question, *, counts: bool) -> Mapping[Plac
     # An engine may come or go between two matches.
     sources = set(matched[0]).intersection(*matched[1:])
     by_source = {source: [found[source] for found in matched] for source in sources}
+    most = {source: _most(tiers) for source, tiers in by_source.items()}
     if counts:
-        note_holders(gateway, {source: _most(tiers) for source, tiers in by_source.items()})
+        note_holders(gateway, most)
+    heard = {url: gateway.hears(url) for url in {url for url, _ in sources}}
     held: dict[Place, Sequence[Tiers]] = {}
-    for (url, rank), tiers in by_source.items():
-        if gateway.hears((url, rank)):
-            held[url, rank] = tiers
-        if gateway.hears(url) and (url not in held or _most(tiers) > _most(held[url])):
-            held[url] = tiers
+    best: dict[str, int] = {}
+    for source, tiers in by_source.items():
+        url = source[0]
+        if gateway.hears(source):
+            held[source] = tiers
+        if heard[url] and most[source] > best.get(url, -1):
+            held[url], best[url] = tiers, most[source]
     return held
 
 
 def _most(held: Sequence[Tiers]) -> int:
-    return sum(max(tiers.values(), default=0) for tiers in held)
+    return sum([max(tiers.values()) for tiers in held if tiers])
 
 
 def note_sent(gateway: Gateway, question: Question, endpoint: Endpoint, rank: int | None) -> None:

@@ -72,7 +72,8 @@ class Weights:
         """What a token saves in a tier: where it lies, as in ``STORAGE/REMOTE``, counts as the tier unless listed."""
         if tier == SPECULATIVE:
             return self.tiers.get(GPU, 1.0)
-        return self.tiers.get(tier, self.tiers.get(tier.partition("/")[0], self.other_tier))
+        listed = self.tiers.get(tier)
+        return listed if listed is not None else self.tiers.get(tier.partition("/")[0], self.other_tier)
 
 
 class Cost(NamedTuple):
@@ -95,6 +96,9 @@ def saved_tokens(tiers: Tiers, weights: Weights) -> float:
 
     Prefixes begin at the first token, so a longer one in a lesser tier only adds what lies beyond the shorter.
     """
+    if len(tiers) == 1:
+        ((tier, tokens),) = tiers.items()
+        return weights.of(tier) * tokens
     saved = 0.0
     reached = 0
     for weight, tokens in sorted(((weights.of(tier), tokens) for tier, tokens in tiers.items()), reverse=True):
