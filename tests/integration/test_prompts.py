@@ -279,3 +279,11 @@ async def test_an_engine_that_fails_on_several_prompts_is_left_alone(engine, mad
             await sources.each("a", "b")
         reasons.append(caught.value.reason)
     assert reasons == ["error", "error", "error", "resting"]
+
+
+async def test_many_models_at_once_are_not_all_compared(engine, made):
+    sources = await made()
+    sources.endpoint.models = {}
+    for number in range(1000):
+        sources.prompts._start(sources.endpoint, f"m{number}")
+    assert len(sources.prompts._proving) + len(sources.prompts._proofs) == 256

@@ -136,3 +136,11 @@ def test_models_are_merged_from_healthy_engines_once_each():
     assert [model["id"] for model in fleet.models()] == ["m1", "m2", "m3"]
     assert fleet.knows("m4")
     assert not fleet.knows("m5")
+
+
+def test_a_name_as_long_as_a_body_is_no_model_of_an_engine_that_lists_none():
+    # Names are remembered, thousands of them.
+    fleet = Fleet([endpoint("a", "both", models=())])
+    assert fleet.knows("m" * 1024)
+    assert not fleet.knows("m" * 1025)
+    assert Fleet([endpoint("a", "both", models=("m" * 2000,))]).knows("m" * 2000)

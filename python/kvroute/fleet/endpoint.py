@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvroute.upstream import Origin
 
 KvLayout = Literal["full_attention", "other"]
+_LONGEST_NAME = 1024  # of a model that no engine lists
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -375,7 +376,10 @@ class Endpoint:
 
     def serves(self, model: str | None) -> bool:
         """Whether a request for ``model`` may go here; no model asked for, or none known yet, matches."""
-        return model is None or not self.models or model in self.models
+        if model is None or model in self.models:
+            return True
+        # What is remembered per model is bounded in number: names that are bodies by themselves would not be.
+        return not self.models and len(model) <= _LONGEST_NAME
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.url} {self.role} {'healthy' if self.healthy else 'out'} epoch {self.epoch}>"

@@ -244,7 +244,8 @@ class Prompts:
 
     def _start(self, endpoint: Endpoint, model: str | None) -> None:
         key = (endpoint.url, self._model(endpoint, model))
-        if key in self._proving or (key not in self._proofs and len(self._proofs) >= _MOST_MODELS):
+        begun = len(self._proofs) + len(self._proving)
+        if key in self._proving or (key not in self._proofs and begun >= _MOST_MODELS):
             return
         task = asyncio.get_running_loop().create_task(self._prove(endpoint, key), name=f"compare tokens {endpoint.url}")
         self._proving[key] = task
