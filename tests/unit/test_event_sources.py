@@ -21,6 +21,8 @@ def engine(**members):
         ("tcp://10.0.0.9:5557", "e", "tcp://10.0.0.9:5557"),
         ("tcp://[2001:db8::2]:5557", "e", "tcp://[2001:db8::2]:5557"),
         ("tcp://name:65535", "e", "tcp://name:65535"),
+        ("tcp://vllm_1.my-ns.svc.:1", "e", "tcp://vllm_1.my-ns.svc.:1"),
+        ("tcp://[fe80::1%eth0]:1", "e", "tcp://[fe80::1%eth0]:1"),
     ],
 )
 def test_a_host_that_stands_for_all_is_the_engines_own(address, host, expected):
@@ -31,6 +33,7 @@ def test_a_host_that_stands_for_all_is_the_engines_own(address, host, expected):
     "address",
     [
         *("", "e:5557", "tcp://e", "tcp://:5557", "tcp://e:0", "tcp://e:65536", "tcp://e:x", "ipc:///tmp/x"),
+        *("tcp://a b:1", "tcp://%:1", "tcp://-:1", "tcp://\u00e9:1", "tcp://eth0;e:1"),
         *("inproc://x", "tcp://e:1/x", "tcp://a@e:1", "tcp://e:1?x", "tcp://e:1\n", None, 5557, ["tcp://e:1"]),
     ],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 # Hosts that a socket binds to and none connects to. ZMQ itself binds to `*`.
 _ANY = ("*", "0.0.0.0", "::")  # noqa: S104 - nothing is bound here
+# What ZMQ takes besides; an address that it does not take would fail when it is connected to, for ever.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
 
 
 def reachable(address: object, host: str) -> str:
@@ -31,6 +34,8 @@ def reachable(address: object, host: str) -> str:
     if not port:
         raise ValueError("the port must be 1 to 65535")
     name = host if parts.hostname in _ANY else parts.hostname
+    if not _is_ipv6(name) and not _NAME.match(name):
+        raise ValueError("the host must be a name or an address")
     return f"tcp://[{name}]:{port}" if _is_ipv6(name) else f"tcp://{name}:{port}"
 
 
