@@ -157,6 +157,17 @@ def test_unverified_reuse_has_to_be_admitted():
         ),
         ({"selective_kv.load_policy": "threshold"}, "selective_kv.min_external_reusable_tokens: load_policy threshold"),
         ({"endpoints": "[{url: http://a:1, kv_events_replay: tcp://a:2}]"}, "endpoints.0.kv_events_replay: needs"),
+        (
+            {"endpoints": "[{url: http://a:1, kv_events: 'tcp://*:2'}, {url: http://b:1, kv_events: tcp://a:2}]"},
+            "endpoints.1.kv_events: tcp://a:2 is listed twice",
+        ),
+        (
+            {
+                "endpoints": "[{url: http://a:1, kv_events: 'tcp://*:2', data_parallel_size: 4}, "
+                "{url: http://a:2, kv_events: 'tcp://*:5'}]"
+            },
+            "endpoints.1.kv_events: tcp://a:5 is listed twice",
+        ),
     ],
 )
 def test_a_rule_of_a_section_names_the_setting_that_it_is_about(assignments, words):

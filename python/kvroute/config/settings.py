@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from pydantic import Field, model_validator
 
+from kvroute.config.addresses import per_rank, reachable
 from kvroute.config.clients import Log, Server, TimeoutSettings
 from kvroute.config.engines import EndpointSettings, Health, SignalSettings
 from kvroute.config.policies import Routing, SelectiveKv
@@ -61,6 +62,19 @@ class Settings(Section):
         wanted = self.signals.kv_events == "on" or any(endpoint.kv_events for endpoint in self.endpoints)
         if wanted and self.signals.kv_events != "off" and find_spec("zmq") is None:
             raise ValueError("signals.kv_events: hearing them needs pyzmq: pip install 'kvroute[events]'")
+        return self
+
+    @model_validator(mode="after")
+    def _each_publisher_is_one_ranks(self) -> Settings:
+        # Two ranks that are heard at one address would both be taken to hold what one of them does.
+        known: set[str] = set()
+        for position, endpoint in enumerate(self.endpoints):
+            host = Origin.parse(endpoint.url).host
+            for address in per_rank(endpoint.kv_events, endpoint.kv_event_ranks):
+                live = reachable(address, host)
+                if live in known:
+                    raise ValueError(f"endpoints.{position}.kv_events: {live} is listed twice")
+                known.add(live)
         return self
 
     @property
