@@ -54,9 +54,14 @@ class Found:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompts' tokens that engines found cached, by their own count; read back by prefill included."""
-        cached = sum(self.tokens("local_cache_hit")) + sum(self.tokens("external_kv_transfer"))
-        return cached / max(1.0, cached + sum(self.tokens("local_compute")))
+        """Share of the prompts' tokens that no engine computed, by the engines' own count.
+
+        In two legs decode counts what prefill hands over as found, so there the clients' prompts are what is shared.
+        """
+        computed = sum(self.tokens("local_compute"))
+        transferred = sum(self.tokens("external_kv_transfer"))
+        prompts = self.result.prompt_tokens if transferred else computed + sum(self.tokens("local_cache_hit"))
+        return 1 - computed / max(1.0, prompts)
 
     @property
     def computed_spread(self) -> float:

@@ -110,9 +110,9 @@ def test_in_virtual_time_a_run_is_the_same_every_time(workload):
 @pytest.mark.parametrize(
     "case",
     [
-        # 16 prompts of 3,200 to 6,400 tokens, of which an engine holds a part, and conversations likewise.
-        Case("shared", SharedPrefix(prompts=16, shortest=200, longest=400, question=40, output=4), 16, 2048),
-        Case("turns", dataclasses.replace(TALKS, turns=(5, 8), think=(0.1, 0.2)), 12, 4096),
+        # 16 prompts have 24,000 tokens, of which an engine holds a third, and conversations likewise.
+        Case("shared", SharedPrefix(prompts=16, shortest=1000, longest=2000, question=40, output=4), 8, 8192),
+        Case("turns", MultiTurn(system=64, opening=(800, 1200), think=(0.1, 0.2), output=(4, 8)), 8, 8192),
     ],
     ids=lambda case: case.name,
 )
