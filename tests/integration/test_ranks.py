@@ -231,7 +231,8 @@ async def test_a_rank_with_nothing_to_load_forbids_it(client):
 async def test_a_restart_forgets_what_ranks_held(client):
     async with SimFleet([simulated.both(events=True, dp_size=2)], time_scale=0) as fleet:
         engine = fleet["e"]
-        async with running(endpoints=[engine.url], health__interval_seconds=0.05) as gateway:
+        settings: dict[str, Any] = {"health__interval_seconds": 0.05, "server__debug_key": KEY["X-KVRoute-Debug-Key"]}
+        async with running(endpoints=[engine.url], **settings) as gateway:
             endpoint, index = gateway.endpoint(engine.url), gateway.gateway.index
             await heard(gateway, engine)
             for seed in (0, 1):
@@ -240,7 +241,10 @@ async def test_a_restart_forgets_what_ranks_held(client):
             await engine.restart()
             await until(lambda: endpoint.epoch > 0 and endpoint.healthy and len(index) == 0)
             await heard(gateway, engine)
-            assert len(gateway.gateway.recent) == 0
+            body = {"model": MODEL, "prompt": prompt_of(0)}
+            async with client.post(gateway.url + "/debug/plan/v1/completions", json=body, headers=KEY) as answer:
+                plan = await answer.json()
+            assert [one["guessed_share"] for one in plan["candidates"]] == [0, 0]
             await complete(client, gateway.url, prompt_of(0))
             assert hits(engine) == [0, 0]
 
