@@ -11,7 +11,7 @@ from blockbuster import blockbuster_ctx
 from kvroute.sim import SimFleet
 from tests.field.fleet import Engine
 from tests.support.gateway import running, until
-from tests.support.scripted import STALL, json_reply, reply
+from tests.support.scripted import RST, STALL, json_reply, reply
 from tests.support.simulated import both
 
 
@@ -217,3 +217,23 @@ async def test_simulated_engines_tell_their_load_and_again_after_a_restart():
 
             assert endpoint.epoch > 0
             assert endpoint.capabilities.block_size == engine.spec.block_size
+
+
+@pytest.mark.parametrize("page", [[RST], [STALL], [reply(b"#" * (8 * 2**20 + 1))]], ids=["reset", "stalled", "large"])
+async def test_an_engine_whose_metrics_cannot_be_had_serves(engine, monkeypatch, page):
+    monkeypatch.setattr("kvroute.fleet.monitor._REFRESH_PROBES", 1)
+    settings: dict[str, Any] = {"signals__scrape_seconds": 0, "health__failures_to_remove": 1}
+    settings |= {"health__interval_seconds": 0.01, "health__timeout_seconds": 0.2}
+    engine.scrape = page
+    async with running(endpoints=[engine.url], **settings) as gateway:
+        endpoint = gateway.endpoint(engine.url)
+        await until(lambda: endpoint.healthy)
+        assert endpoint.capabilities.block_size is None
+
+        engine.scrape = [reply(b'vllm:cache_config_info{block_size="16",num_gpu_blocks="512"} 1.0\n')]
+        await until(lambda: endpoint.capabilities.block_size == 16)
+        engine.scrape, known = page, endpoint.capabilities
+        probes = len(engine.requests)
+        await until(lambda: len(engine.requests) > probes + 20)
+        assert endpoint.epoch == 0
+        assert endpoint.capabilities == known

@@ -9,6 +9,7 @@ import orjson
 
 from kvroute.fleet.endpoint import Capabilities, Endpoint
 from kvroute.fleet.signals import cache_config
+from kvroute.upstream import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,11 +59,22 @@ class Probe:
         name = version.get("version") if version is not None else None
         found = Capabilities.parse(name if isinstance(name, str) else None, await self.report(endpoint))
         if found.block_size is None or endpoint.role == "decode":
-            status, body = await self.get(endpoint, "/metrics")
-            blocks, size = cache_config(body) if status == 200 else (None, None)
+            blocks, size = await self._cache(endpoint)
             block_size = found.block_size if found.block_size is not None else size
             found = dataclasses.replace(found, block_size=block_size, gpu_blocks=blocks)
         return found.declared(endpoint.declared)
+
+    async def _cache(self, endpoint: Endpoint) -> tuple[int | None, int | None]:
+        """GPU blocks and tokens per block; what was known of a running engine whose page cannot be had now."""
+        try:
+            status, body = await self.get(endpoint, "/metrics")
+        except UpstreamError as error:
+            if error.kind in {"connect", "no_resources"}:
+                raise
+            # An engine that computes serves, whatever is the matter with its metrics.
+            known = endpoint.capabilities if endpoint.healthy else Capabilities()
+            return known.gpu_blocks, known.block_size
+        return cache_config(body) if status == 200 else (None, None)
 
     async def kv_event_sources(self, endpoint: Endpoint) -> dict[str, Any] | None:
         """Where each data-parallel rank publishes KV events; None when the engine does not say."""
