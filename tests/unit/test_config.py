@@ -97,6 +97,11 @@ def test_a_fleet_that_cannot_work_is_refused_with_the_reason(endpoints, words):
         ("server.max_header_bytes", "99999999999999999999", "server.max_header_bytes"),
         ("server.max_event_bytes", "99999999999999999999", "server.max_event_bytes"),
         ("server.keepalive_seconds", "1.0e+300", "server.keepalive_seconds"),
+        ("routing.session_tokens", "9" * 400, "routing.session_tokens"),
+        ("routing.session_tokens", "9" * 5000, "routing.session_tokens"),
+        ("server.host", "2001-99-99", "server.host"),
+        ("server.host", "!!timestamp x", "server.host"),
+        ("server.host", "[" * 3000, "server.host"),
     ],
 )
 def test_a_bad_value_names_the_setting(name, value, words):
@@ -121,7 +126,7 @@ def test_an_unknown_member_in_the_file_is_refused(tmp_path):
     assert "endpoints.0.rolle" in words
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "just text", "{", "\xff"])
+@pytest.mark.parametrize("text", ["[1, 2]", "just text", "{", "\xff", "a: 2001-99-99"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     file = tmp_path / "kvroute.yaml"
     file.write_bytes(text.encode("latin-1"))

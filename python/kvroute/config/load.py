@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ENVIRONMENT_PREFIX = "KVROUTE_"
+# PyYAML lets through what its conversions raise: of a 13th month, of too many digits or levels, of a tag without sense.
+_NO_YAML = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
 
 
 class ConfigError(ValueError):
@@ -75,7 +77,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(f"{file}: not YAML: {error}") from None
     if tree is None:
         return {}
@@ -94,7 +96,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _assign(tree: dict[str, Any], path: Sequence[str], text: str, *, source: str) -> None:
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(f"{source}: not a YAML value: {error}") from None
     found = resolved(Settings, path)
     if found is None:

@@ -29,7 +29,7 @@ class Routing(Section):
         1024.0, ge=0, allow_inf_nan=False, description="the same of a waiting request that another gateway sent"
     )
     session_tokens: int = Field(
-        512, ge=0, description="what having served the conversation's last turn is worth, in prompt tokens"
+        512, ge=0, le=2**40, description="what having served the conversation's last turn is worth, in prompt tokens"
     )
     data_parallel_ranks: Literal["auto", "off"] = Field(
         "auto",
