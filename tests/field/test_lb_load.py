@@ -15,7 +15,7 @@ from tests.field.balancing import POLICIES, PROBED, SCRAPED, Engine, chat, long,
 from tests.field.fleet import ANSWERED, BASE, CHAT, delta
 from tests.field.pair import ask, client_of, over, reading
 from tests.support.gateway import until
-from tests.support.scripted import DONE, LAST_CHUNK, chunk, json_reply, reply, stream_head
+from tests.support.scripted import DONE, LAST_CHUNK, RST, chunk, json_reply, reply, stream_head
 
 if TYPE_CHECKING:
     from tests.support.gateway import Running
@@ -190,3 +190,32 @@ async def test_lb_12_a_prompt_is_ahead_until_its_first_token_and_not_longer():
         assert (endpoint.in_flight["whole"], endpoint.in_flight_tokens["whole"]) == (1, 0)
         held.set()
         await streams.read_until(LAST_CHUNK)
+
+
+# -- An engine that fails at once has nothing in flight, and looks idle ------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["prefix_affinity", "least_loaded"])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        [json_reply(b"{}", status="500 x")],
+        [json_reply(b"{}", status="503 x")],
+        [json_reply(b"{}", status="429 x")],
+        [RST],
+    ],
+    ids=["500", "503", "429", "reset"],
+)
+async def test_an_engine_that_fails_at_once_does_not_get_all_that_comes(policy, failure):
+    held = asyncio.Event()
+    engines = [Engine(failure), Engine([held, *ANSWERED])]
+    good = engines[1]
+    async with over(endpoints=engines, routing__policy=policy) as gateway:
+        asked: list[asyncio.Future[Any]] = []
+        for number in range(8):
+            asked.append(asyncio.ensure_future(ask(gateway, chat(f"{number}"))))
+            # It failed, or waits where the others do.
+            await until(lambda: sum(one.done() for one in asked) + len(good.calls) == len(asked))
+        held.set()
+        await asyncio.gather(*asked)
+    assert len(good.calls) == 7

@@ -53,6 +53,22 @@ def test_interleaved_models_do_not_share_a_turn(policy):
     assert counts == dict.fromkeys("abcd", 25)
 
 
+@pytest.mark.parametrize("policy", ["prefix_affinity", "least_loaded"])
+def test_an_engine_that_fails_at_once_is_no_idle_one(engines, policy):
+    router = Router(Fleet(engines[:2]), policy=policy)
+    bad, good = engines[:2]
+    good.in_flight["whole"], good.in_flight_tokens["whole"] = 1, 1000
+    for now, chosen in ((0.0, good), (1.0, good), (20.0, bad)):
+        if not now:
+            bad.note_failure(now)
+        assert router.rank("both", Question("m", tokens=1000), now)[0].endpoint is chosen
+    bad.note_failure(20.0)
+    bad.note_failure(20.0)
+    assert bad.failing(22.0) == 1.0
+    bad.new_epoch()
+    assert bad.failing(20.0) == 0.0
+
+
 def test_invented_model_names_do_not_grow_the_router(engines):
     router = Router(Fleet([endpoint("a", models=()), endpoint("b", models=())]), policy="round_robin")
     for number in range(25_000):

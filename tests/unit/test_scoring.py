@@ -20,6 +20,7 @@ LOADS = st.builds(
     waiting=st.none() | st.floats(0, 100),
     running=st.none() | st.floats(0, 100),
     kv_usage=st.none() | st.floats(0, 1),
+    failed=st.floats(0, 100),
 )
 
 

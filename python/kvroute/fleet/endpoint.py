@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 KvLayout = Literal["full_attention", "other"]
 _LONGEST_NAME = 1024  # of a model that no engine lists
+_FAILURE_HALF_LIFE = 2.0  # seconds after which a failed request counts half
+_FORGIVEN = 0.01  # of a request: engines that are equal but for less take turns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ class Endpoint:
     """
 
     __slots__ = (
+        "_failed",
+        "_failed_at",
         "_left",
         "_max_age",
         "_max_waiting",
@@ -234,6 +238,7 @@ class Endpoint:
         self.scrapes: Counter[str] = Counter()
         self.hearing = Hearing()
         self.cached = CachedTokens()
+        self._failed = self._failed_at = 0.0
         self._left: int | None = None
         self.watchers: list[Callable[[], None]] = []
         self._max_age = max_age
@@ -315,6 +320,7 @@ class Endpoint:
         """The engine restarted or left: what was known of its KV, its queue and its past is void."""
         self.epoch += 1
         self.sent = 0
+        self._failed = 0.0
         self._signals = None
         self.gate = QueueGate(self._max_waiting, self._max_age)
         self._rank_gates.clear()
@@ -324,6 +330,23 @@ class Endpoint:
     def _tell(self) -> None:
         for watcher in self.watchers:
             watcher()
+
+    def note_failure(self, now: float) -> None:
+        """A request failed there, or was turned away: an engine that does so at once would look idle.
+
+        Args:
+            now: Seconds of ``time.monotonic``.
+        """
+        self._failed, self._failed_at = self.failing(now) + 1, now
+
+    def failing(self, now: float) -> float:
+        """Requests that failed lately, each half after 2 s.
+
+        Args:
+            now: Seconds of ``time.monotonic``.
+        """
+        left = self._failed and self._failed * 0.5 ** ((now - self._failed_at) / _FAILURE_HALF_LIFE)
+        return left if left > _FORGIVEN else 0.0
 
     def learn(self, signals: Signals) -> None:
         """Take a sample of the engine's load."""

@@ -118,6 +118,7 @@ class DecodeLeg:
             replay=self._handoff is None,
             on_send=lambda: self._leave(endpoint, rank),
         )
+        gateway.answered(endpoint, exchange.status)
         if self._handoff is not None:
             # From here the decode engine reads the blocks, or tells the prefill engine to free them.
             gateway.metrics.handoffs.labels("ok" if exchange.status == 200 else "refused").inc()

@@ -190,7 +190,13 @@ class Gateway:
     def failed(self, endpoint: Endpoint, error: UpstreamError) -> None:
         """Note a failed call to an engine: count it, and have the engine probed or taken out."""
         self.metrics.upstream_errors.labels(endpoint.url, error.kind).inc()
+        endpoint.note_failure(time.monotonic())
         self.monitor.suspect(endpoint, error)
+
+    def answered(self, endpoint: Endpoint, status: int) -> None:
+        """Note how an engine answered: one that fails, or turns requests away, is less wanted for a moment."""
+        if status == 429 or status >= 500:
+            endpoint.note_failure(time.monotonic())
 
     def relayed(self, endpoint: Endpoint, relayed: Relayed) -> None:
         """Note the end of a relayed reply."""

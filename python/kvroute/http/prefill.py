@@ -151,6 +151,7 @@ class PrefillLeg:
             )
             async with exchange:
                 status = exchange.status
+                gateway.answered(endpoint, status)
                 if status == 200:
                     reply = await exchange.read(gateway.settings.server.max_reply_bytes)
                     return self._finish(endpoint, epoch, offer, reply, time.monotonic() - started)

@@ -90,6 +90,8 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
         on_send=lambda: note_sent(gateway, plan.question, endpoint, rank),
     )
 
+    gateway.answered(endpoint, exchange.status)
+
     def began() -> None:
         # vLLM sends the head of a stream before it has computed anything: only the body says that the prompt is done.
         flight.computed()

@@ -40,11 +40,12 @@ def loads_of(engine: Endpoint, ranks: tuple[int, ...], now: float) -> list[tuple
 
 
 def _whole(engine: Endpoint, now: float) -> Load:
-    signals = engine.signals(now)
+    signals, failed = engine.signals(now), engine.failing(now)
     tokens = sum(engine.in_flight_tokens.values())
     if signals is None:
-        return Load(requests=engine.load, tokens=tokens)
-    return Load(engine.load, tokens, signals.waiting, signals.running, signals.usage, engine.load_at_sample[None])
+        return Load(requests=engine.load, tokens=tokens, failed=failed)
+    sampled = engine.load_at_sample[None]
+    return Load(engine.load, tokens, signals.waiting, signals.running, signals.usage, sampled, failed)
 
 
 def _by_rank(engine: Endpoint, ranks: Sequence[int], now: float) -> list[Load]:
@@ -60,13 +61,13 @@ def _by_rank(engine: Endpoint, ranks: Sequence[int], now: float) -> list[Load]:
         mine = (own.load if own is not None else 0) + requests / count
         prompts = (own.tokens if own is not None else 0) + tokens / count
         if signals is None:
-            loads.append(Load(mine, prompts))
+            loads.append(Load(mine, prompts, failed=whole.failed))
             continue
         sampled = then.get(rank, 0) + before / count
         sample = signals.ranks.get(rank)
         if sample is not None:
-            loads.append(Load(mine, prompts, sample.waiting, sample.running, sample.usage, sampled))
+            loads.append(Load(mine, prompts, sample.waiting, sample.running, sample.usage, sampled, whole.failed))
         else:
             even = (signals.waiting / count, signals.running / count)
-            loads.append(Load(mine, prompts, *even, signals.usage, sampled))
+            loads.append(Load(mine, prompts, *even, signals.usage, sampled, whole.failed))
     return loads

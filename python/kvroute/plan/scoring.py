@@ -35,6 +35,8 @@ class Load(NamedTuple):
         kv_usage: ``vllm:kv_cache_usage_perc`` likewise, 0 to 1.
         sampled: Requests of this gateway that were in flight there when the sample was taken, so that it is known how
             many of those counted are others'; None: as many as now.
+        failed: Requests that failed there lately, less and less with time. Each counts as one that waits: who fails at
+            once has nothing in flight, and would get all that comes.
     """
 
     requests: float = 0
@@ -43,6 +45,7 @@ class Load(NamedTuple):
     running: float | None = None
     kv_usage: float | None = None
     sampled: float | None = None
+    failed: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def uncached_tokens(prompt_tokens: int, held: Sequence[Tiers], weights: Weights)
 
 def burden_of(load: Load, prompt_tokens: int, weights: Weights) -> tuple[float, float, float]:
     """What an engine's load costs a request: what is ahead of it, the crowd it shares steps with, and lack of room."""
-    requests, tokens, waiting, running, kv_usage, sampled = load
+    requests, tokens, waiting, running, kv_usage, sampled, failed = load
     if waiting is None and running is None:
         queued, crowd = 0.0, requests
     else:
@@ -132,7 +135,7 @@ def burden_of(load: Load, prompt_tokens: int, weights: Weights) -> tuple[float, 
     if kv_usage is not None and kv_usage > weights.full_from:
         # At 100 % the whole prompt counts once more: its KV drives out that of others, or waits for a free block.
         full = prompt_tokens * (min(kv_usage, 1.0) - weights.full_from) / max(1.0 - weights.full_from, 1e-6)
-    return weights.ahead * tokens + queued * weights.waiting, crowd * weights.running, full
+    return weights.ahead * tokens + (queued + failed) * weights.waiting, crowd * weights.running, full
 
 
 def spread(ordered: Sequence[_T], costs: Sequence[float], turn: int, *, within: float = 0.0) -> list[_T]:
