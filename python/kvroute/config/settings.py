@@ -15,7 +15,7 @@ from kvroute.config.clients import Log, Server, TimeoutSettings
 from kvroute.config.engines import EndpointSettings, Health, SignalSettings
 from kvroute.config.policies import Routing, SelectiveKv
 from kvroute.config.reuse import Conversations, PrefillDecode, Tokenize, TokenizerSettings
-from kvroute.config.section import Section
+from kvroute.config.section import Role, Section
 from kvroute.upstream.origin import Origin
 
 
@@ -81,3 +81,8 @@ class Settings(Section):
     def disaggregated(self) -> bool:
         """Whether requests run in two legs, prefill and decode."""
         return self.endpoints[0].role != "both"
+
+    @property
+    def computing_role(self) -> Role:
+        """Role of the engines that compute prompts, or load what they have of them."""
+        return "prefill" if self.disaggregated else "both"

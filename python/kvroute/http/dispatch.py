@@ -13,6 +13,7 @@ from kvroute.http.explain import explain, json_answer
 from kvroute.http.intake import Incoming, may_be_json, read_body, request_ids, scan_body
 from kvroute.http.legs import serve_legs
 from kvroute.http.question import ask
+from kvroute.http.selective import without_loads
 from kvroute.http.whole import serve_direct, serve_whole
 from kvroute.kv.conversations import Claim
 from kvroute.kv.names import names_of
@@ -208,7 +209,7 @@ class Dispatcher:
         question = await ask(self._gateway, incoming, claim.decode, direct=chosen is not None, counts=counts)
         return make_plan(
             self._gateway.router,
-            question,
+            without_loads(self._gateway, incoming, question),
             disaggregated=self._gateway.settings.disaggregated,
             whole=whole,
             fallback=self._gateway.settings.pd.fallback,

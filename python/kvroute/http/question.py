@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvroute._core import Body
-    from kvroute.config import Role
     from kvroute.fleet import Endpoint
     from kvroute.http.gateway import Gateway
     from kvroute.http.intake import Incoming
@@ -95,8 +94,7 @@ async def _by_tokens(gateway: Gateway, incoming: Incoming, body: Body, question:
 
 async def _tokens(gateway: Gateway, incoming: Incoming, body: Body) -> list[Tokens] | None:
     """The prompts' tokens, where they help: somebody's KV events are heard, and a source is there within its budget."""
-    role: Role = "prefill" if gateway.settings.disaggregated else "both"
-    engines = gateway.fleet.able(role, incoming.model)
+    engines = gateway.fleet.able(gateway.settings.computing_role, incoming.model)
     if not any(engine.hearing.state == "live" for engine in engines):
         return None
     asked = gateway.prompts.choose(engines, incoming.model)

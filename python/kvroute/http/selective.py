@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING
 
 from kvroute.http.question import known, knows_all
+from kvroute.kv.selective import loads_nothing
+from kvroute.plan.place import place_of
+from kvroute.plan.scoring import inner
 
 if TYPE_CHECKING:
     from kvroute.fleet import Endpoint
@@ -27,6 +31,25 @@ def decide(gateway: Gateway, incoming: Incoming, question: Question, endpoint: E
         now=time.monotonic(),
         rank=rank,
     )
+
+
+def without_loads(gateway: Gateway, incoming: Incoming, question: Question) -> Question:
+    """The question, with the engines that would not be let load what they hold outside of their GPUs.
+
+    A prompt must not go where it is cached and may not be read.
+    """
+    if not question.held or not (gateway.selective.active or "max_load_tokens" in incoming.policy.members):
+        return question
+    unloadable = set()
+    for endpoint in gateway.fleet.able(gateway.settings.computing_role, question.model):
+        for rank in (None, *(endpoint.ranks if question.by_rank else ())):
+            place = place_of(endpoint.url, rank)
+            held = question.held.get(place)
+            if held is None or all(inner(tiers) == tiers for tiers in held):
+                continue
+            if loads_nothing(decide(gateway, incoming, question, endpoint, rank).policy, endpoint):
+                unloadable.add(place)
+    return dataclasses.replace(question, unloadable=unloadable)
 
 
 def leg_policy(

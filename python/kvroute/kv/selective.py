@@ -70,9 +70,7 @@ class Selective:
             return None
         release = endpoint.capabilities.release
         needed = _FIRST_RELEASE if self._limits_loads else _FIRST_FOR_OFFLOADS
-        # One that serves requests whole gets no parameters when it would hold their blocks, see `aggregated_params`.
-        reached = endpoint.role == "prefill" or not endpoint.capabilities.bidirectional
-        return reached and release is not None and release >= needed
+        return _reaches(endpoint) and release is not None and release >= needed
 
     def apply(
         self,
@@ -109,6 +107,16 @@ class Selective:
         if edits.get("max_load_tokens", 1) == 0:
             reason = ineffective(endpoint) or reason
         return Applied(_edited(client, edits), reason, decision.external_tokens, decision.gate)
+
+
+def loads_nothing(policy: Policy, endpoint: Endpoint) -> bool:
+    """Whether an engine that gets these members will load nothing: they say so, and it gets and heeds them."""
+    return policy.members.get("max_load_tokens") == b"0" and _reaches(endpoint) and ineffective(endpoint) is None
+
+
+def _reaches(endpoint: Endpoint) -> bool:
+    # One that serves requests whole gets no parameters when it would hold their blocks, see `aggregated_params`.
+    return endpoint.role == "prefill" or not endpoint.capabilities.bidirectional
 
 
 def ineffective(endpoint: Endpoint) -> str | None:

@@ -9,10 +9,10 @@ from kvroute.plan.hashing import rendezvous
 from kvroute.plan.loads import loads_of
 from kvroute.plan.place import place_of, rank_of, url_of
 from kvroute.plan.recent import NO_PREFIXES
-from kvroute.plan.scoring import GPU, Cost, Load, Weights, burden_of, spread, uncached_tokens
+from kvroute.plan.scoring import GPU, Cost, Load, Weights, burden_of, inner, spread, uncached_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvroute.config import Role
     from kvroute.fleet import Endpoint, Fleet
@@ -40,6 +40,7 @@ class Question:
         salt: The request's ``cache_salt``.
         held: What the index knows that each engine has of each prompt, by URL, and each data-parallel rank; what is not
             there is not known.
+        unloadable: Where the engine is not to load what lies outside of its GPU, so that it would compute it.
         guessed: Share of the request's text that lately went to each engine, by URL, and to each rank.
         session: The engine of this role, or the rank, that served the conversation's last turn.
         key: What requests of one conversation, or with one beginning, have in common.
@@ -53,6 +54,7 @@ class Question:
     lora: str | None = None
     salt: str | None = None
     held: Mapping[Place, Sequence[Tiers]] = dataclasses.field(default_factory=dict)
+    unloadable: Collection[Place] = ()
     guessed: Mapping[Place, float] = dataclasses.field(default_factory=dict)
     session: Place | None = None
     key: bytes = b""
@@ -154,9 +156,11 @@ class Router:
         held = question.held.get(place)
         guess = round(question.guessed.get(place, 0.0) * question.tokens) if question.guessed else 0
         likely: Sequence[Tiers] = held or ()
+        if place in question.unloadable:
+            likely = [inner(tiers) for tiers in likely]
         if guess:
             lengths = question.lengths
-            likely = _with_guess(held or [{}] * len(lengths), lengths, guess)
+            likely = _with_guess(likely or [{}] * len(lengths), lengths, guess)
         left = uncached_tokens(question.tokens, likely, self._weights)
         burden = burden_of(load, question.tokens, self._weights)
         session = -float(self._session_tokens) if _served(question.session, engine.url, rank) else 0.0

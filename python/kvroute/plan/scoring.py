@@ -17,6 +17,8 @@ GPU = "GPU"
 SPECULATIVE = "SPECULATIVE"
 """Of blocks that a request was just routed for: counted as if they were there, and evidence of nothing."""
 
+_INNER = (GPU, SPECULATIVE)
+
 Tiers = Mapping[str, int]
 """Tokens of a prompt's prefix that an engine holds, by tier."""
 
@@ -109,6 +111,11 @@ def saved_tokens(tiers: Tiers, weights: Weights) -> float:
             saved += (tokens - reached) * weight
             reached = tokens
     return saved
+
+
+def inner(tiers: Tiers) -> Tiers:
+    """What an engine has of a prompt without a load: what is in its GPU, or soon will be."""
+    return {tier: tokens for tier, tokens in tiers.items() if tier in _INNER}
 
 
 def uncached_tokens(prompt_tokens: int, held: Sequence[Tiers], weights: Weights) -> float:
