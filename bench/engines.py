@@ -1,64 +1,15 @@
-"""Simulated engines in a process of their own, so that they and the gateway do not share a core."""
+"""What engines and gateways count, on their pages and in this process."""
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvroute.sim import SimFleet
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from multiprocessing.connection import Connection
-
-    from typing_extensions import Self
-
-    from kvroute.sim import EngineSpec
-
-START_SECONDS, END_SECONDS = 60.0, 10.0
-
-
-class Engines:
-    """A fleet in a child process: ``async with Engines(specs) as engines``.
-
-    Args:
-        specs: The engines.
-        time_scale: Wall seconds per simulated second.
-
-    Attributes:
-        urls: Their base URLs, in the order of the specs.
-    """
-
-    def __init__(self, specs: Sequence[EngineSpec], time_scale: float = 1.0) -> None:
-        self.urls: list[str] = []
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_run, args=(theirs, list(specs), time_scale), daemon=True
-        )
-
-    async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self._process.start)
-        self.urls = await self._answer()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._pipe.send("end")
-        await asyncio.to_thread(self._process.join, END_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-
-    async def _answer(self) -> Any:
-        try:
-            if await asyncio.to_thread(self._pipe.poll, START_SECONDS):
-                return self._pipe.recv()
-        except EOFError:
-            pass
-        raise RuntimeError("the engines' process ended or does not answer")
+    from kvroute.http.gateway import Gateway
+    from kvroute.sim import SimFleet
 
 
 class Counts:
@@ -113,12 +64,7 @@ async def counts_of(url: str) -> Counts:
         return Counts.read(await reply.text())
 
 
-def _run(pipe: Connection, specs: list[EngineSpec], time_scale: float) -> None:
-    asyncio.run(_serve(pipe, specs, time_scale))
-
-
-async def _serve(pipe: Connection, specs: list[EngineSpec], time_scale: float) -> None:
-    async with SimFleet(specs, time_scale=time_scale) as fleet:
-        pipe.send(fleet.urls())
-        with suppress(EOFError):  # the parent is gone
-            await asyncio.to_thread(pipe.recv)
+def unheard(fleet: SimFleet, gateway: Gateway) -> int:
+    """Batches of events that engines published and the gateway did not apply yet."""
+    published = sum(publisher.sequence for engine in fleet for publisher in engine.publishers)
+    return published - sum(endpoint.hearing.batches for endpoint in gateway.fleet.endpoints)

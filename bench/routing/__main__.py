@@ -1,82 +1,81 @@
 """Routing policies on simulated engines, with the gateway in the path.
 
     python -m bench.routing                                 # all cases under all policies
-    python -m bench.routing --cases shared/small --ways prefix_affinity round_robin
-    python -m bench.routing --set routing.running_tokens=128 --ways prefix_affinity
+    python -m bench.routing --cases shared/small --ways prefix_affinity round_robin --clients 192
+    python -m bench.routing --ways prefix_affinity --sweep routing.running_tokens 64 128 256
 
-The policies run at the same time, each on a fresh fleet of its own with the same seed: whatever else the machine does
-meets all of them alike, and none inherits the caches of another. Engines start cold. HTTP, streams, KV events, scrapes
-and /tokenize are real; the time of the engines is simulated (docs/simulator.md).
+Each policy has a fleet of its own that starts cold, and the same seed: clients ask the same, and none inherits the
+caches of another. HTTP, streams, KV events, scrapes and /tokenize are real; time is that of the simulated engines
+(docs/simulator.md) and passes only when nobody has anything to do (`bench.virtual`), so that the machine's other work
+is in no number.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import os
 import sys
-from functools import partial
+import time
 from typing import TYPE_CHECKING
 
-import uvloop
+from bench.virtual import virtually
 from rich.console import Console
 
-from .arm import Arm, BenchError, Found
-from .cases import CASES, WAYS, Case
+from .arm import BenchError, Found
+from .cases import CASES, WAYS, Case, Way
 from .report import cells, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-TRIES = 3
-"""Runs of a policy, each on a fresh fleet, until engines kept their clock."""
+    from collections.abc import Callable, Sequence
 
 
 async def run(
-    case: Case,
-    ways: Sequence[str],
+    cases: Sequence[Case],
+    ways: Sequence[Way],
     *,
     burn_in: float,
     seconds: float,
-    scale: float,
     seed: int,
-    settings: Mapping[str, str],
-    together: int = 1,
-    said: Callable[[Found | BenchError], None] = lambda _: None,
-) -> list[Found]:
-    """Measure one case under several ways; those that say nothing are left out, and `said`.
+    said: Callable[[Case, Way, Found | BenchError, float], None] = lambda *_: None,
+) -> list[tuple[Case, list[Found]]]:
+    """Measure cases under ways, as many processes at a time as there are cores.
 
     Args:
-        case: What is compared.
-        ways: Names of the ways.
+        cases: What is compared.
+        ways: How it is routed.
         burn_in: Simulated seconds before each window.
         seconds: Of the window.
-        scale: Wall seconds per simulated second.
         seed: Of the workload.
-        settings: More settings of all gateways.
-        together: Ways that run at a time.
-        said: Told what was found as soon as it was, or why nothing was.
+        said: Told what was found as soon as it was, or why that says nothing, and how many seconds it took to compute.
+
+    Returns:
+        What was found of each case; what says nothing is left out.
     """
-    free = asyncio.Semaphore(together)
+    free = asyncio.Semaphore(os.cpu_count() or 1)
 
-    async def measured(way: str) -> Found | BenchError:
+    async def measured(case: Case, way: Way) -> Found | None:
         async with free:
-            outcome: Found | BenchError = BenchError(f"{way}: never ran")
-            for _ in range(TRIES):
-                async with Arm(case, WAYS[way], scale, settings) as arm:
-                    found = await arm.measure(seed=seed, burn_in=burn_in, seconds=seconds)
-                try:
-                    found.check()
-                except BenchError as error:
-                    outcome = error
-                else:
-                    outcome = found
-                if not found.slipped_seconds:
-                    break  # else the machine had other things to do: once more
-            said(outcome)
-            return outcome
+            began = time.monotonic()
+            outcome: Found | BenchError
+            try:
+                outcome = await virtually(
+                    "bench.routing.arm:run", case, way, seed=seed, burn_in=burn_in, seconds=seconds
+                )
+            except BenchError as error:
+                outcome = error
+            said(case, way, outcome, time.monotonic() - began)
+            return outcome if isinstance(outcome, Found) else None
 
-    outcomes = await asyncio.gather(*map(measured, ways))
-    return [outcome for outcome in outcomes if isinstance(outcome, Found)]
+    tasks = {case.name: [asyncio.ensure_future(measured(case, way)) for way in ways] for case in cases}
+    try:
+        await asyncio.gather(*(task for every in tasks.values() for task in every))
+    finally:
+        for every in tasks.values():
+            for task in every:
+                task.cancel()
+    return [(case, [found for task in tasks[case.name] if (found := task.result()) is not None]) for case in cases]
 
 
 def main() -> None:
@@ -84,44 +83,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--burn-in", type=float, default=20.0, help="before each window, simulated seconds")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each window")
-    parser.add_argument("--time-scale", type=float, default=1.0, help="wall seconds per simulated second")
-    parser.add_argument(
-        "--together", type=int, default=2, help="policies that run at the same time: what the CPU takes"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, help="another number than the case's")
+    parser.add_argument("--sweep", nargs="+", metavar=("NAME", "VALUE"), help="a setting, and all of its values to try")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of all gateways")
+    parser.add_argument("--burn-in", type=float, default=15.0, help="before each window, simulated seconds")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each window, simulated")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    settings = dict(item.split("=", 1) for item in arguments.set)
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-    rows: list[tuple[Case, list[Found]]] = []
-    refused: list[BenchError] = []
+    cases = [CASES[name] for name in arguments.cases]
+    if arguments.clients is not None:
+        cases = [dataclasses.replace(case, clients=arguments.clients) for case in cases]
+    given = dict(item.split("=", 1) for item in arguments.set)
+    ways = [WAYS[name].having(given) for name in arguments.ways]
+    if arguments.sweep:
+        name, *values = arguments.sweep
+        ways = [way.having({name: value}, f", {name} {value}") for way in ways for value in values]
 
-    def said(case: Case, outcome: Found | BenchError) -> None:
-        if isinstance(outcome, Found):
-            console.print(case.name, outcome.way, *cells(outcome), sep="  ")
-        else:
-            refused.append(outcome)
-            console.print(f"{case.name}  refused: {outcome}")
+    def said(case: Case, way: Way, outcome: Found | BenchError, took: float) -> None:
+        line = "  ".join(cells(outcome)) if isinstance(outcome, Found) else f"refused: {outcome}"
+        console.print(f"{case.name}  {way.name}  {line}  computed in {took:.0f} s", style="dim")
 
-    for case in (CASES[name] for name in arguments.cases):
-        found = uvloop.run(
-            run(
-                case,
-                arguments.ways,
-                burn_in=arguments.burn_in,
-                seconds=arguments.seconds,
-                scale=arguments.time_scale,
-                seed=arguments.seed,
-                settings=settings,
-                together=arguments.together,
-                said=partial(said, case),
-            )
-        )
-        rows.append((case, found))
+    rows = asyncio.run(
+        run(cases, ways, burn_in=arguments.burn_in, seconds=arguments.seconds, seed=arguments.seed, said=said)
+    )
     console.print(table(rows))
-    sys.exit(1 if refused else 0)
+    sys.exit(any(len(found) < len(ways) for _, found in rows))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,20 @@ class Way:
     name: str
     settings: Mapping[str, str]
 
+    @property
+    def hears(self) -> bool:
+        """Whether the gateway hears what engines cache."""
+        return self.settings.get("signals.kv_events") != "off"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it routes by prompts' tokens, which the gateway has engines tell."""
+        return self.hears and self.settings.get("routing.policy", "prefix_affinity") == "prefix_affinity"
+
+    def having(self, settings: Mapping[str, str], name: str = "") -> Way:
+        """The same with more settings, and with more of a name."""
+        return Way(f"{self.name}{name}", {**self.settings, **settings})
+
 
 WAYS = {
     "prefix_affinity": Way("prefix_affinity", {}),

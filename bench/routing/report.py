@@ -38,6 +38,6 @@ def table(rows: Iterable[tuple[Case, Sequence[Found]]]) -> Table:
         made.add_column(name, justify="right")
     for case, all_found in rows:
         for found in all_found:
-            made.add_row(case.name, found.way, str(len(found.result.answers)), *cells(found))
+            made.add_row(case.name, found.way.name, str(len(found.result.answers)), *cells(found))
         made.add_section()
     return made

@@ -11,7 +11,7 @@ import gc
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from bench.engines import Counts, counts_of
+from bench.engines import Counts, counts_of, unheard
 from bench.load import Load, asked_once
 from bench.selective.workload import Workload
 from bench.virtual import clock
@@ -128,8 +128,7 @@ class Arm:
 
     def unheard(self) -> int:
         """Batches of events that engines published and the gateway did not apply yet."""
-        published = sum(publisher.sequence for engine in self.fleet for publisher in engine.publishers)
-        return published - sum(endpoint.hearing.batches for endpoint in self.gateway.fleet.endpoints)
+        return unheard(self.fleet, self.gateway)
 
     async def warm(self, workload: Workload) -> None:
         """Ask for every prefix once.
