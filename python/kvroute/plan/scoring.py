@@ -62,7 +62,7 @@ class Weights:
         ahead: What a token costs that is to be computed before this request's, where one that is to be computed for it
             costs 1. Less, since to wait takes nobody's room: a popular prompt that is computed once more, on an engine
             that is free just now, drives out another, which then has to be computed again. At 1 that goes on and on
-            where caches are too small for all (docs/routing.md, Measured).
+            where caches are too small for all.
         full_from: KV usage from which an engine is about to preempt or evict; the cost rises from there.
     """
 
