@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING
 from bench.virtual import virtually
 from rich.console import Console
 
+from kvroute.config import ConfigError
+from kvroute.config import load as read_settings
+
 from .arm import BenchError, Found
 from .cases import CASES, WAYS, Case, Way
 from .report import cells, table
@@ -94,11 +97,16 @@ def main() -> None:
     cases = [CASES[name] for name in arguments.cases]
     if arguments.clients is not None:
         cases = [dataclasses.replace(case, clients=arguments.clients) for case in cases]
-    given = dict(item.split("=", 1) for item in arguments.set)
+    given = {name: value for name, _, value in (item.partition("=") for item in arguments.set)}
     ways = [WAYS[name].having(given) for name in arguments.ways]
     if arguments.sweep:
         name, *values = arguments.sweep
-        ways = [way.having({name: value}, f", {name} {value}") for way in ways for value in values]
+        ways = [way.having({name: value}, f", {name.rpartition('.')[2]} {value}") for way in ways for value in values]
+    try:
+        for way in ways:
+            read_settings(assignments=list(way.settings.items()), endpoints=[("both", "http://engine:8000")])
+    except ConfigError as error:
+        parser.error(str(error))
 
     def said(case: Case, way: Way, outcome: Found | BenchError, took: float) -> None:
         line = "  ".join(cells(outcome)) if isinstance(outcome, Found) else f"refused: {outcome}"
