@@ -343,3 +343,43 @@ async def test_a_slow_listener_loses_nothing(publisher):
         await until(lambda: one.batches() == 5000)
 
         assert one.blocks == set(range(5000))
+        assert one.hearing.gaps == {}
+
+
+async def test_batches_that_waited_while_a_replay_brought_them_are_no_restart(publisher):
+    """As many as a busy engine makes during a replay, more than are remembered one by one."""
+    fill(publisher, 0)
+    async with heard(publisher) as one:
+        for number in range(1, 1000):
+            publisher.lose(number, stored(number))
+        for number in range(2, 1000):
+            publisher.send(number, publisher.kept[number])
+        await until(lambda: 999 in one.blocks)
+        fill(publisher, 1000)
+        await until(lambda: 1000 in one.blocks or bool(one.restarts))
+
+        assert one.restarts == []
+        assert one.blocks == set(range(1001))
+        assert one.hearing.gaps == {"recovered": 1}
+
+
+async def test_batches_that_waited_during_the_first_replay_are_no_restart(publisher):
+    fill(publisher, *range(1000))
+    async with heard(publisher) as one:
+        for number in range(300, 1000):
+            publisher.send(number, publisher.kept[number])
+        fill(publisher, 1000)
+        await until(lambda: 1000 in one.blocks or bool(one.restarts))
+
+        assert one.restarts == []
+        assert one.batches() == 1001
+
+
+async def test_numbers_that_go_back_far_are_a_restart(publisher):
+    fill(publisher, *range(1000))
+    async with heard(publisher) as one:
+        fill(publisher, 1000)
+        await until(lambda: one.batches() == 1001)
+        publisher.kept.clear()
+        publisher.publish(0, stored(5000))
+        await until(lambda: one.restarts == [0])

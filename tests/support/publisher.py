@@ -83,6 +83,7 @@ class Publisher:
         # XPUB shows subscriptions: what is sent before them is heard by nobody.
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.set(zmq.XPUB_VERBOSE, 1)
+        self._pub.set(zmq.SNDHWM, 100_000)  # as vLLM's by default
         self._router = self._context.socket(zmq.ROUTER)
         for socket, port in ((self._pub, self._ports[0]), (self._router, self._ports[1])):
             socket.set(zmq.LINGER, 0)

@@ -77,3 +77,16 @@ def test_a_jump_over_very_many_costs_no_more_than_what_is_remembered():
 
     assert sequence.judge(2**63 - 1, b"late") == "repeat"
     assert len(sequence._seen) <= 256
+
+
+def test_what_waited_in_the_connection_is_told_from_another_run_by_its_order():
+    sequence = taken(0)
+    sequence.connected(0)
+    taken(*range(1, 2000), sequence=sequence)  # of a replay
+
+    assert sequence.judge(1, b"1") == "repeat"
+    sequence.passed(1)
+    assert sequence.judge(2, b"2") == "repeat"
+    assert sequence.judge(1, b"another") == "restart"
+    sequence.connected(None)
+    assert sequence.judge(2, b"2") == "restart"

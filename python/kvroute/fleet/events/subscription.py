@@ -161,9 +161,11 @@ class Subscription:
 
     async def _catch_up(self) -> None:
         """Fetch what was missed while nothing was connected, and see that it is the same run."""
-        first = self._sequence.last is None
+        last = self._sequence.last
+        first = last is None
         self._rank.state = "replaying"
         came = await self._compare()
+        self._sequence.connected(None if came is None else last or 0)
         if first and came == 0:
             self._sequence.expect_first()
             self._rank.whole = True
@@ -206,6 +208,7 @@ class Subscription:
             await self._fill(number, payload)
         else:
             self._take(number, payload)
+        self._sequence.passed(number)
 
     async def _fill(self, number: int, payload: bytes) -> None:
         """Fetch the batches before this one, which is held meanwhile, and apply it if they did not include it."""
