@@ -33,9 +33,9 @@ class Monitor:
 
     An engine takes part from its first good probe on. It leaves after ``failures_to_remove`` failed probes in a row, or
     at once when a connection is refused. Whenever it leaves, or its instance id changes, its epoch grows: KV handles of
-    the old epoch are dead. One that comes back with the same instance id has only been away, and they are good again.
-    That this notices every restart rests on ``interval_seconds`` being shorter than an engine's start, which takes many
-    seconds.
+    the old epoch are dead. A restart that its KV events told of first counts once. One that comes back with the same
+    instance id has only been away, and they are good again. That this notices every restart rests on
+    ``interval_seconds`` being shorter than an engine's start, which takes many seconds.
 
     Attributes:
         on_known: Called with an engine after each probe that found it in and looked at all it says.
@@ -53,6 +53,8 @@ class Monitor:
         )
         self._wake = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
         self._first = {endpoint.url: asyncio.Event() for endpoint in fleet.endpoints}
+        # Engines whose KV events told of a restart that no probe has seen yet.
+        self._restart_heard: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self.on_known: list[Callable[[Endpoint], None]] = []
 
@@ -85,6 +87,16 @@ class Monitor:
         self._pool.close_idle(endpoint.origin)
         _log.warning("%s restarted: KV handles of its last run are dead", endpoint.url)
 
+    def restart_heard(self, endpoint: Endpoint) -> None:
+        """The KV events of an engine tell that it runs anew, before its probes did.
+
+        The next new instance id is then that of the run which is known already: what was learnt of it stays. The probe
+        is made at once, so that a second restart cannot pass for the first.
+        """
+        self.restarted(endpoint)
+        self._restart_heard.add(endpoint.url)
+        self._wake[endpoint.url].set()
+
     async def _watch(self, endpoint: Endpoint) -> None:
         wake = self._wake[endpoint.url]
         rounds = 0
@@ -106,6 +118,7 @@ class Monitor:
                     await wake.wait()
 
     async def _round(self, endpoint: Endpoint, *, refresh: bool) -> None:
+        heard = endpoint.url in self._restart_heard
         status = await self.probe.health(endpoint)
         if status != 200:
             self._remove(endpoint, f"/health answered {status}")
@@ -121,6 +134,9 @@ class Monitor:
             if report is None or report.get("instance") != endpoint.capabilities.instance:
                 self._learn(endpoint, await self.probe.capabilities(endpoint))
                 refresh = True
+        if heard:
+            # Asked after the events had told: an instance id that is the same now was not changed by that restart.
+            self._restart_heard.discard(endpoint.url)
         endpoint.failures = 0
         if not endpoint.healthy:
             endpoint.admit()
@@ -140,7 +156,10 @@ class Monitor:
         before = endpoint.capabilities
         endpoint.capabilities = found
         if endpoint.seen and before.instance != found.instance:
-            self.restarted(endpoint)
+            known = endpoint.url in self._restart_heard and None not in {before.instance, found.instance}
+            self._restart_heard.discard(endpoint.url)
+            if not known:
+                self.restarted(endpoint)
         elif found.instance is not None:
             endpoint.same_run()
         endpoint.seen = True
@@ -157,6 +176,8 @@ class Monitor:
     def _remove(self, endpoint: Endpoint, reason: str) -> None:
         if not endpoint.healthy:
             return
+        # Whatever comes back may be yet another run.
+        self._restart_heard.discard(endpoint.url)
         endpoint.withdraw()
         self._pool.close_idle(endpoint.origin)
         _log.warning("%s %s is out: %s", endpoint.role, endpoint.url, reason)

@@ -95,7 +95,7 @@ class Gateway:
         self.scraper = Scraper(self.fleet, self.pool, settings.signals)
         self.index = PrefixIndex(settings.signals.max_index_blocks)
         self.listener = Listener(
-            self.fleet, self.monitor.probe, settings, index=self.index, on_restart=self.monitor.restarted
+            self.fleet, self.monitor.probe, settings, index=self.index, on_restart=self.monitor.restart_heard
         )
         debug = settings.server.debug_key
         self.authenticator = Authenticator(
