@@ -34,7 +34,7 @@ REFUSED = [
     ("{loadPolicy: sometimes}", "selective_kv.load_policy: Input should be 'preserve', 'disable' or 'threshold'"),
     ("{load_policy: off}", "selective_kv.load_policy: Input should be 'preserve', 'disable' or 'threshold'"),
     ("{offload_policy: 0}", "selective_kv.offload_policy: Input should be 'preserve' or 'disable'"),
-    ("threshold", "selective_kv: Input should be a valid dictionary"),
+    ("threshold", "selective_kv: must be a mapping, written {name: value, …}"),
     # An offload has no threshold.
     (
         f"{{{THRESHOLD}, offload_policy: threshold}}",

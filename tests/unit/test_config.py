@@ -206,3 +206,41 @@ def test_every_setting_is_described():
 
     assert ("server.port", "8000") in [row[:2] for row in rows]
     assert [name for name, _, meaning in rows if not meaning] == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"assignments": [("routing.tier_weights", '{"CPU": 0.3}')]},
+        {"assignments": [("routing.tier_weights.CPU", "0.3")]},
+        {"environment": {"KVROUTE_ROUTING__TIER_WEIGHTS__CPU": "0.3"}},
+    ],
+)
+@pytest.mark.parametrize("below", ["", "CPU: 0.6", "cpu: 0.6"])
+def test_tiers_keep_their_weights_unless_they_are_set(tmp_path, given, below):
+    file = tmp_path / "kvroute.yaml"
+    file.write_text(f"routing: {{tier_weights: {{{below}}}}}\n")
+
+    weights = load(file=file, endpoints=ENGINE, **given).routing.tier_weights
+    assert weights == {"GPU": 1.0, "CPU": 0.3, "STORAGE": 0.5}
+
+
+def test_a_tier_of_another_name_is_weighed_by_it():
+    given = [("routing.tier_weights.STORAGE/REMOTE", "0.1"), ("routing.tier_weights.gpu", "0.9")]
+    weights = load(endpoints=ENGINE, assignments=given).routing.tier_weights
+    assert weights == {"GPU": 0.9, "CPU": 0.8, "STORAGE": 0.5, "STORAGE/REMOTE": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("routing.tier_weights", "GPU=1", "routing.tier_weights: must be a mapping, written {name: value, …}"),
+        ("routing.tier_weights", "{cpu: 1, CPU: 1}", "routing.tier_weights: CPU is set twice, in two spellings"),
+        ("routing.tier_weights.CPU", "2", "routing.tier_weights.CPU: Input should be less than or equal to 1"),
+        ("routing.tier_weights.CPU.x", "1", "there is no setting routing.tier_weights.CPU.x"),
+        ("server.api_keys", "k", "server.api_keys: must be a list, written [value, …]"),
+        ("server", "3", "server: must be a mapping, written {name: value, …}"),
+    ],
+)
+def test_a_value_of_the_wrong_shape_is_refused_with_how_to_write_it(name, value, words):
+    assert words in refused(assignments=[(name, value)], endpoints=ENGINE)

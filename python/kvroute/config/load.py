@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 ENVIRONMENT_PREFIX = "KVROUTE_"
 # PyYAML lets through what its conversions raise: of a 13th month, of too many digits or levels, of a tag without sense.
 _NO_YAML = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
+# How values of more than one word are written, by what pydantic says that is missing.
+_WRITTEN = {
+    "dict_type": "must be a mapping, written {name: value, …}",
+    "model_type": "must be a mapping, written {name: value, …}",
+    "tuple_type": "must be a list, written [value, …]",
+}
 
 
 class ConfigError(ValueError):
@@ -112,7 +118,9 @@ def _assign(tree: dict[str, Any], path: Sequence[str], text: str, *, source: str
         node = node.setdefault(name, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict):
         raise ConfigError(f"{source}: {'.'.join(names[:-1])} is not a section")
-    node[names[-1]] = value
+    last = names[-1]
+    # Members of a mapping are no fields, and have one case in variables: a later source means the same one.
+    node[next((known for known in node if str(known).lower() == last.lower()), last)] = value
 
 
 def _lines(error: ValidationError) -> list[str]:
@@ -124,6 +132,7 @@ def _lines(error: ValidationError) -> list[str]:
         member, colon, rest = message.partition(": ")
         if where and colon and resolved(Settings, [*(part for part in item["loc"] if isinstance(part, str)), member]):
             where, message = f"{where}.{member}", rest
+        message = _WRITTEN.get(item["type"], message)
         if item["type"] == "extra_forbidden":
             message = "there is no such setting; `kvroute serve --settings` lists them"
         lines.append(f"{where}: {message}" if where else message)

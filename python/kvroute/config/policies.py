@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from kvroute.config.section import Seconds, Section
+
+_TIER_WEIGHTS = {"GPU": 1.0, "CPU": 0.8, "STORAGE": 0.5}
 
 
 class Routing(Section):
@@ -19,8 +21,9 @@ class Routing(Section):
         "in turn, per model; consistent_hash: by conversation, or by how the prompt begins",
     )
     tier_weights: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
-        {"GPU": 1.0, "CPU": 0.8, "STORAGE": 0.5},
-        description="what a cached token saves, by where it is cached; a tier that is not listed saves 0.5",
+        _TIER_WEIGHTS,
+        description="what a cached token saves, by where it is cached; these three keep their defaults unless they are "
+        "set, and any other tier saves 0.5",
     )
     running_tokens: float = Field(
         128.0, ge=0, allow_inf_nan=False, description="what a running request costs the next one, in prompt tokens"
@@ -43,6 +46,20 @@ class Routing(Section):
         100_000, ge=1, description="prefixes remembered for that, about 300 bytes each; the oldest goes first"
     )
     connect_attempts: int = Field(3, ge=1, le=16, description="engines tried for one request before anything was sent")
+
+    @field_validator("tier_weights", mode="before")
+    @classmethod
+    def _tiers_keep_their_defaults(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        names = {name.lower(): name for name in _TIER_WEIGHTS}  # variables of the environment have but one case
+        given: dict[Any, Any] = {}
+        for key, weight in value.items():
+            name = names.get(key.lower(), key) if isinstance(key, str) else key
+            if name in given:
+                raise ValueError(f"{name} is set twice, in two spellings")
+            given[name] = weight
+        return dict(_TIER_WEIGHTS) | given
 
     @field_validator("data_parallel_ranks", mode="before")
     @classmethod

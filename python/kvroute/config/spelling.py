@@ -5,7 +5,7 @@ So a flag in one spelling overrides a file in the other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -34,14 +34,19 @@ def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def resolved(model: type[BaseModel], path: Sequence[str]) -> tuple[list[str], type[BaseModel] | None] | None:
-    """A setting's path in the names of fields, and its model if it is a section; None if there is no such setting."""
+    """A setting's path in the names of fields, and its model if it is a section; None if there is no such setting.
+
+    A member of a setting that is a mapping is one too, whatever its name.
+    """
     names: list[str] = []
     section: type[BaseModel] | None = model
-    for given in path:
+    for position, given in enumerate(path):
         name = field_of(section, given) if section is not None else None
         if section is None or name is None:
             return None
         names.append(name)
+        if get_origin(section.model_fields[name].annotation) is dict and position == len(path) - 2:
+            return [*names, path[-1]], None
         section = section_of(section, name)
     return names, section
 
