@@ -163,7 +163,9 @@ async def test_the_break_even_is_measured_between_loads_and_computations(tiered,
     ("members", "words"),
     [
         ({"cpu_blocks": 0}, "nothing was loaded"),
+        ({"cpu_blocks": 200}, "have to hold 13,312 tokens and have 12,800"),
         ({"version": "0.30.0"}, "does not know max_load_tokens"),
+        ({"nixl": True}, "bidirectional"),
         ({"prompt_tokens_details": False}, "--enable-prompt-tokens-details"),
     ],
 )
@@ -175,6 +177,54 @@ async def test_an_engine_on_which_there_is_nothing_to_measure_is_named(members, 
         arguments = break_even.parse([fleet["e"].url, "--lengths", "512", "--repeat", "1"])
         with pytest.raises(break_even.BreakEvenError, match=words):
             await break_even.run(arguments, Console(file=io.StringIO()))
+        if words == "bidirectional":
+            assert fleet["e"].cores[0].stats.prompt_tokens == 0
+
+
+async def test_an_engine_with_a_connector_that_is_not_bidirectional_frees_all_that_was_measured():
+    spec = EngineSpec(
+        "p",
+        "prefill",
+        bidirectional=False,
+        block_size=64,
+        num_gpu_blocks=128,
+        cpu_blocks=1000,
+        prompt_tokens_details=True,
+    )
+    async with SimFleet([spec], time_scale=0) as fleet:
+        arguments = break_even.parse([fleet["p"].url, "--lengths", "512", "1024", "--repeat", "1"])
+        await break_even.run(arguments, Console(file=io.StringIO()))
+        assert fleet["p"].cores[0].violations == []
+
+
+async def test_a_tier_that_lost_some_of_the_prompts_is_no_measurement():
+    spec = EngineSpec("e", block_size=64, num_gpu_blocks=128, cpu_blocks=256, prompt_tokens_details=True, end_every=0)
+    async with SimFleet([spec], time_scale=0) as fleet:
+        tier = ("--tier-tokens", "99999")
+        arguments = break_even.parse([fleet["e"].url, "--lengths", "512", "--repeat", "1", "--at-once", "12", *tier])
+        with pytest.raises(break_even.BreakEvenError, match="not all were loaded"):
+            await break_even.run(arguments, Console(file=io.StringIO()))
+
+
+async def test_the_documented_table_is_measured_in_virtual_time():
+    arguments = break_even.parse(["--simulate", "storage", "--lengths", "4096", "8192", "--repeat", "1"])
+    out = io.StringIO()
+    points = await break_even.run(arguments, Console(file=out))
+    assert [round(point.compute_seconds * 1e3) for point in points] == [133, 222]
+    assert [round(point.load_seconds * 1e3) for point in points] == [137, 217]
+
+
+@pytest.mark.parametrize(("at_once", "repeat"), [(1, 5), (2, 3), (8, 2)])
+def test_prompts_at_once_are_measured_less_often(at_once, repeat):
+    arguments = break_even.parse(["http://e", "--at-once", str(at_once)])
+    plan = break_even.planned(arguments, 96_000, 1_280_000)
+    assert plan.repeat == repeat
+    assert plan.tier_tokens == 2 * repeat * at_once * 15_872 + 30 * 4096
+
+
+def test_the_size_of_the_gpu_is_needed():
+    with pytest.raises(break_even.BreakEvenError, match="--gpu-tokens"):
+        break_even.planned(break_even.parse(["http://e"]), None, None)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +236,23 @@ def test_the_break_even_is_where_loading_stays_faster(gains, expected):
         break_even.Point(tokens, tokens, load_seconds=10, compute_seconds=10 + gain)
         for tokens, gain in zip((100, 200, 300), gains, strict=True)
     ]
-    assert break_even.break_even(points) == expected
+    assert break_even.break_even(points) == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_lines_that_are_shown_are_those_that_cross():
+    # As documented for storage: computing gets steeper, so that lines through the ends would cross at 3,615.
+    measured = [(1024, 77.1, 74.1), (2048, 97.0, 92.8), (4096, 137.4, 132.6), (8192, 217.1, 222.4)]
+    points = [
+        break_even.Point(tokens, tokens, load_seconds=load / 1e3, compute_seconds=compute / 1e3)
+        for tokens, load, compute in measured
+    ]
+    even = break_even.break_even(points)
+    assert even is not None
+    load, compute = break_even.lines(break_even.decisive(points))
+    assert even == pytest.approx(6043, abs=1)
+    assert load.fixed + load.per_token * even == pytest.approx(compute.fixed + compute.per_token * even)
+    assert "through 4,096 to 8,192 tokens" in break_even.verdict(points)
+    assert "min_external_reusable_tokens: 6043" in break_even.verdict(points)
 
 
 async def test_a_cell_runs_in_virtual_time_in_a_process_of_its_own():
