@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -250,6 +251,9 @@ async def test_a_threshold_without_evidence_is_named():
     assert "leaves loads there to the client" in silent.line()
     (live,) = await heard([EngineSpec("e", events=True)], **threshold)
     assert live.level == "ok"
+    assert live.what.endswith("selective_kv.load_policy threshold decides there")
+    (old,) = await heard([EngineSpec("e", events=True, version="0.30.0")], **threshold)
+    assert "decides" not in old.line()
 
     async with SimFleet([EngineSpec("e", events=True, event_buffer=1)], time_scale=0) as fleet:
         async with aiohttp.ClientSession() as client:
@@ -294,6 +298,13 @@ async def test_hearing_without_the_extra_is_named(monkeypatch):
     (item,) = await heard([EngineSpec("e")])
 
     assert "kvroute[events]" in item.line()
+    assert "threshold" not in item.line()
+    settings: dict[str, Any] = {
+        "selective_kv__load_policy": "threshold",
+        "selective_kv__min_external_reusable_tokens": 8,
+    }
+    (item,) = await heard([EngineSpec("e")], **settings)
+    assert "selective_kv.load_policy threshold decides nothing" in item.line()
 
 
 def tokenizers(text):
@@ -378,9 +389,37 @@ async def test_a_selective_policy_without_effect_is_named():
     assert len(ignored) == 1
     assert "vLLM 0.30.0" in ignored[0]
 
+    assert [line for line in lines(items, "ok") if "selective_kv acts there: load_policy disable" in line]
+
+    older = EngineSpec("older", version="0.28.0")
+    items = await selected([older, old], selective_kv__offload_policy="disable")
+    (ignored_too,) = lines(items, "warning")
+    assert "vLLM 0.28.0; max_offload_tokens is ignored" in ignored_too
+    assert "selective_kv.offload_policy has no effect; -> use vLLM 0.29 or later" in ignored_too
+    assert [line for line in lines(items, "ok") if "load_policy preserve, offload_policy disable" in line]
+
     threshold = {"selective_kv__load_policy": "threshold", "selective_kv__min_external_reusable_tokens": 8}
     items = await selected([EngineSpec("new")], signals__kv_events="off", **threshold)
     assert any("leaves every request as it is" in line for line in lines(items, "warning"))
 
     items = await selected([EngineSpec("whole", nixl=True)], selective_kv__load_policy="disable")
     assert any("serves requests whole" in line for line in lines(items, "warning"))
+
+
+def settled(gateway):
+    return not gateway._background
+
+
+async def test_serving_says_that_a_threshold_has_nothing_to_decide_by(caplog):
+    threshold: dict[str, Any] = {
+        "selective_kv__load_policy": "threshold",
+        "selective_kv__min_external_reusable_tokens": 8,
+    }
+    async with SimFleet([EngineSpec("e")], time_scale=0) as fleet:
+        for settings, said in ((threshold, True), ({}, False)):
+            caplog.clear()
+            async with running(endpoints=fleet.urls(), **settings) as gateway:
+                import_module("kvroute.cli.serve").announce(gateway.url, gateway.gateway)
+                await until(partial(settled, gateway.gateway))
+            warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+            assert any("leaves loads there to the client" in line for line in warned) == said

@@ -88,3 +88,12 @@ def test_the_engines_own_gate_closes(threshold):
 def test_without_a_policy_nothing_is_decided():
     client = client_policy(b'{"max_load_tokens":0}')
     assert Selective(None).apply(client, engine(), [{}], now=0.0).policy is client
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"), [("0.28.1", "engine_too_old"), ("0.29.0", "preserved"), ("nightly", "engine_unknown")]
+)
+def test_an_engine_that_ignores_limits_of_offloads_is_told_where_the_policy_is_about_them_alone(version, reason):
+    policy = Selective(SelectiveKv(offload_policy="disable"))
+    applied = policy.apply(client_policy(None), engine(version), None, now=0.0)
+    assert (dict(applied.policy.members), applied.reason) == ({"max_offload_tokens": b"0"}, reason)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvroute.cli.finding import Finding
 from kvroute.cli.verifiers import BIDIRECTIONAL, REMEDY, verifiers
-from kvroute.kv.selective import ineffective
+from kvroute.kv.selective import FIRST_RELEASES, ineffective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvroute.config import Settings
+    from kvroute.config import SelectiveKv, Settings
     from kvroute.fleet import Endpoint, Fleet
     from kvroute.tokens import Prompts
 
@@ -46,18 +46,29 @@ def findings(settings: Settings, fleet: Fleet, prompts: Prompts | None = None) -
     return found
 
 
+_LIMITS: tuple[tuple[Literal["max_load_tokens", "max_offload_tokens"], str], ...] = (
+    ("max_load_tokens", "load_policy"),
+    ("max_offload_tokens", "offload_policy"),
+)
+
+
 def _selective(settings: Settings, endpoint: Endpoint) -> Iterator[Finding]:
-    """Where the selective policy would do nothing without a word."""
+    """Whether the selective policy acts, which it else would not do without a word."""
     chosen = settings.selective_kv
     if chosen is None or not endpoint.healthy or endpoint.role == "decode":
         return
-    if chosen.load_policy != "preserve" and ineffective(endpoint) is not None:
+    unheeded = [
+        (limit, policy, FIRST_RELEASES[limit])
+        for limit, policy in _LIMITS
+        if getattr(chosen, policy) != "preserve" and ineffective(endpoint, limit) is not None
+    ]
+    for limit, policy, (major, minor) in unheeded:
         yield Finding(
             "warning",
             endpoint.url,
             f"vLLM {endpoint.capabilities.version or 'of an unknown release'}",
-            "max_load_tokens is ignored there: selective_kv.load_policy has no effect",
-            "use vLLM 0.31 or later",
+            f"{limit} is ignored there: selective_kv.{policy} has no effect",
+            f"use vLLM {major}.{minor} or later",
         )
     if chosen.load_policy == "threshold" and settings.signals.kv_events == "off":
         yield Finding(
@@ -75,6 +86,12 @@ def _selective(settings: Settings, endpoint: Endpoint) -> Iterator[Finding]:
             "selective_kv has no effect: parameters without a hand-off flag would never be freed",
             "start it without bidirectional_kv_xfer",
         )
+    elif not unheeded and chosen.load_policy != "threshold":  # whether that decides is told by how it is heard
+        yield Finding("ok", endpoint.url, f"selective_kv acts there: {_policies(chosen)}")
+
+
+def _policies(chosen: SelectiveKv) -> str:
+    return f"load_policy {chosen.load_policy}, offload_policy {chosen.offload_policy}"
 
 
 def _reachability(endpoint: Endpoint) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvroute.cli.finding import Finding
+from kvroute.kv.selective import ineffective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,23 +15,25 @@ if TYPE_CHECKING:
     from kvroute.fleet import Endpoint, Fleet
 
 _UNKNOWN = "what it caches is guessed from what was sent there"
+_DECIDES = "; selective_kv.load_policy threshold decides there"
 _UNDECIDED = "; selective_kv.load_policy threshold leaves loads there to the client"
+_NEVER = "; selective_kv.load_policy threshold decides nothing"
 
 
 def hearing(settings: Settings, fleet: Fleet) -> Iterator[Finding]:
     """Findings about KV events, as engines are heard now."""
     if settings.signals.kv_events == "off":
         return
+    by_threshold = settings.selective_kv is not None and settings.selective_kv.load_policy == "threshold"
     if find_spec("zmq") is None:
         yield Finding(
             "warning",
             "fleet",
             "KV events are not heard",
-            "what engines cache is guessed from what was sent there",
+            "what engines cache is guessed from what was sent there" + (_NEVER if by_threshold else ""),
             "pip install 'kvroute[events]', or set signals.kv_events: off",
         )
         return
-    by_threshold = settings.selective_kv is not None and settings.selective_kv.load_policy == "threshold"
     for endpoint in fleet.endpoints:
         decides = by_threshold and endpoint.role != "decode"
         if endpoint.healthy and (endpoint.hearing.wanted or decides):
@@ -51,7 +54,8 @@ def _of(endpoint: Endpoint, *, decides: bool) -> Finding:
                 "keep more batches (buffer_steps of --kv-events-config), or restart it while the gateway runs",
             )
         ranks = f"{len(heard.ranks)} ranks" if len(heard.ranks) > 1 else "1 rank"
-        return Finding("ok", endpoint.url, f"its KV events are heard ({ranks}, {heard.batches} batches so far)")
+        acts = _DECIDES if decides and _heeds(endpoint) else ""
+        return Finding("ok", endpoint.url, f"its KV events are heard ({ranks}, {heard.batches} batches so far){acts}")
     if heard.state == "off":
         return Finding(
             "warning",
@@ -75,3 +79,8 @@ def _of(endpoint: Endpoint, *, decides: bool) -> Finding:
         unknown,
         "let the gateway connect to the address of --kv-events-config, or correct endpoints[].kv_events",
     )
+
+
+def _heeds(endpoint: Endpoint) -> bool:
+    unreached = endpoint.role == "both" and endpoint.capabilities.bidirectional
+    return ineffective(endpoint) is None and not unreached

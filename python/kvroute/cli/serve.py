@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kvroute import log
 from kvroute.cli.findings import findings, summary
+from kvroute.cli.hearing import hearing
 from kvroute.cli.options import describe_settings, fleet_options, settings_from
 from kvroute.http.server import serve as run
 from kvroute.tokens import TokenizerError
@@ -25,6 +26,7 @@ from kvroute.tokens import TokenizerError
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from kvroute.cli.finding import Finding
     from kvroute.http.gateway import Gateway
 
 _log = logging.getLogger("kvroute.serve")
@@ -48,15 +50,8 @@ def serve(*, list_settings: bool, **options: Any) -> None:
     _give_bodies_back()
     _take_files()
 
-    def started(url: str, gateway: Gateway) -> None:
-        _log.info("listening on %s", url)
-        for line in summary(gateway.fleet):
-            _log.info("%s", line)
-        for finding in findings(settings, gateway.fleet, gateway.prompts):
-            _log.log(logging.INFO if finding.level == "ok" else logging.WARNING, "%s", finding.line())
-
     try:
-        sys.exit(_run_on_uvloop(run(settings, started=started)))
+        sys.exit(_run_on_uvloop(run(settings, started=announce)))
     except TokenizerError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:
@@ -66,6 +61,28 @@ def serve(*, list_settings: bool, **options: Any) -> None:
             err=True,
         )
         sys.exit(1)
+
+
+def announce(url: str, gateway: Gateway) -> None:
+    """Say where is listened, what the engines are, and what `kvroute check` would say of them."""
+    _log.info("listening on %s", url)
+    for line in summary(gateway.fleet):
+        _log.info("%s", line)
+    for finding in findings(gateway.settings, gateway.fleet, gateway.prompts):
+        _say(finding)
+    if gateway.selective.needs_evidence:
+        gateway.in_background(asyncio.create_task(_say_how_heard(gateway), name="say how engines are heard"))
+
+
+async def _say_how_heard(gateway: Gateway) -> None:
+    """Say whether there is what a threshold decides by, once it is known: without it nothing is decided, silently."""
+    await gateway.listener.settled()
+    for finding in hearing(gateway.settings, gateway.fleet):
+        _say(finding)
+
+
+def _say(finding: Finding) -> None:
+    _log.log(logging.INFO if finding.level == "ok" else logging.WARNING, "%s", finding.line())
 
 
 def _list_settings(console: Console) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import orjson
 
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from kvroute.config import SelectiveKv
     from kvroute.fleet import Endpoint
 
-_FIRST_RELEASE = (0, 31)
-"""Of vLLM, that honours ``max_load_tokens`` (vllm 55885); earlier ones ignore it without a word."""
-_FIRST_FOR_OFFLOADS = (0, 29)
-"""Of vLLM, that honours ``max_offload_tokens``."""
+FIRST_RELEASES = {"max_load_tokens": (0, 31), "max_offload_tokens": (0, 29)}
+"""Of vLLM, that honour each limit (vllm 55885 for loads); earlier ones ignore it without a word."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +32,8 @@ class Applied:
     Attributes:
         policy: The members.
         reason: Of the decision about loads, see `kvroute._core.LoadDecision`; ``off`` without a policy, and
-            ``engine_too_old`` or ``engine_unknown`` where a 0 would be set and cannot be relied on.
+            ``engine_too_old`` or ``engine_unknown`` where a 0 would be set and cannot be relied on: of the loads, and
+            of the offloads under a policy that is about them alone.
         external_tokens: What the engine could load, None when that is not known.
         gate: What its gate said.
     """
@@ -69,7 +68,7 @@ class Selective:
         if not self.active or endpoint.role == "decode":
             return None
         release = endpoint.capabilities.release
-        needed = _FIRST_RELEASE if self._limits_loads else _FIRST_FOR_OFFLOADS
+        needed = FIRST_RELEASES["max_load_tokens" if self._limits_loads else "max_offload_tokens"]
         return _reaches(endpoint) and release is not None and release >= needed
 
     def apply(
@@ -106,6 +105,8 @@ class Selective:
         reason: str = decision.reason
         if edits.get("max_load_tokens", 1) == 0:
             reason = ineffective(endpoint) or reason
+        elif not self._limits_loads and edits.get("max_offload_tokens", 1) == 0:
+            reason = ineffective(endpoint, "max_offload_tokens") or reason
         return Applied(_edited(client, edits), reason, decision.external_tokens, decision.gate)
 
 
@@ -119,12 +120,14 @@ def _reaches(endpoint: Endpoint) -> bool:
     return endpoint.role == "prefill" or not endpoint.capabilities.bidirectional
 
 
-def ineffective(endpoint: Endpoint) -> str | None:
-    """Why an engine would not heed ``max_load_tokens``: its release is too old, or is not known; None when it does."""
+def ineffective(
+    endpoint: Endpoint, member: Literal["max_load_tokens", "max_offload_tokens"] = "max_load_tokens"
+) -> str | None:
+    """Why an engine would not heed a limit: its release is too old, or is not known; None when it does."""
     release = endpoint.capabilities.release
     if release is None:
         return "engine_unknown"
-    return None if release >= _FIRST_RELEASE else "engine_too_old"
+    return None if release >= FIRST_RELEASES[member] else "engine_too_old"
 
 
 def _edited(client: Policy, edits: Mapping[str, int | None]) -> Policy:
