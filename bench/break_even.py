@@ -11,8 +11,8 @@ asked for again, every second one with ``max_load_tokens: 0``. The engine needs 
 load from a prompt that was still cached.
 
 A connector with ``bidirectional_kv_xfer`` would keep the blocks of every request with parameters for ever. An engine
-whose plugin says that it has one is refused; where no plugin runs, nothing tells, and it must not have one: start the
-engine without it for the measurement.
+whose plugin says that it has one is refused, and one of several connectors unless ``--not-bidirectional`` says that
+none of them is. Where no plugin runs, nothing tells, and it must not have one: start it without that to measure it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvroute.sim import EngineSpec, SimFleet
 from kvroute.sim.tokens import SPACED, VOCABULARY
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from bench.load import Answer
 
@@ -50,6 +50,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 _TURNOVER = 1.25
 _FILLER = 4096
 _COMPLETIONS = "/v1/completions"
+_SEVERAL = "MultiConnector"
 _SIMULATED, _SIMULATED_BLOCKS = "qwen3-32b-tp2", 20_000
 _REPEAT, _LEAST_REPEAT = 5, 2
 
@@ -166,19 +167,11 @@ class Engine:
         self._members = members
         self._model = ""
 
-    async def check_connector(self) -> None:
-        """Refuse an engine that would keep the blocks of what is asked here.
-
-        Raises:
-            BreakEvenError: Its plugin says that its connector is bidirectional.
-        """
+    async def capabilities(self) -> dict[str, Any]:
+        """What its plugin tells; nothing where none runs."""
         async with self._session.get(self._url + "/kvroute/capabilities") as reply:
-            able = await reply.json() if reply.status == HTTPStatus.OK else {}
-        if able.get("bidirectional_kv_xfer"):
-            raise BreakEvenError(
-                "its connector is bidirectional (bidirectional_kv_xfer), so it would never free the blocks of requests "
-                "that have parameters and no hand-off: measure the same engine without that setting"
-            )
+            told: dict[str, Any] = await reply.json() if reply.status == HTTPStatus.OK else {}
+            return told
 
     async def sizes(self) -> tuple[int | None, int | None]:
         """Tokens of its GPU cache and of its CPU tier, as far as its metrics tell."""
@@ -296,6 +289,28 @@ def verdict(points: Sequence[Point]) -> str:
     return f"{shown}\nLoading pays {bound} {even:,.0f} tokens on: min_external_reusable_tokens: {round(even)}."
 
 
+def check_connector(able: Mapping[str, Any], *, known: bool) -> None:
+    """Refuse an engine that would keep the blocks of what is asked here.
+
+    Args:
+        able: What its plugin tells, empty without one.
+        known: The caller says that the connector is not bidirectional; it counts where the plugin cannot tell.
+
+    Raises:
+        BreakEvenError: Its connector is bidirectional, or consists of several, into which the plugin does not look.
+    """
+    if able.get("bidirectional_kv_xfer"):
+        raise BreakEvenError(
+            "its connector is bidirectional (bidirectional_kv_xfer), so it would never free the blocks of requests "
+            "that have parameters and no hand-off: measure the same engine without that setting"
+        )
+    if able.get("connector") == _SEVERAL and not known:
+        raise BreakEvenError(
+            f"whether a connector within its {_SEVERAL} is bidirectional (bidirectional_kv_xfer) is not told; one "
+            "would never free the blocks of what is asked here. Where none is, say so by --not-bidirectional"
+        )
+
+
 def planned(arguments: argparse.Namespace, gpu_tokens: int | None, cpu_tokens: int | None) -> Plan:
     """What to ask an engine of these sizes for.
 
@@ -325,7 +340,7 @@ async def measured(arguments: argparse.Namespace, url: str) -> list[Point]:
     members: dict[str, Any] = {"kv_load_tiers": []} if arguments.cpu_only else {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         engine = Engine(url.rstrip("/"), session, seed=arguments.seed, members=members)
-        await engine.check_connector()
+        check_connector(await engine.capabilities(), known=arguments.not_bidirectional)
         plan = planned(arguments, *await engine.sizes())
         return await engine.measure(plan)
 
@@ -374,6 +389,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--at-once", type=int, default=1, help="requests at the same time")
     parser.add_argument("--cpu-only", action="store_true", help="load from the CPU tier alone (kv_load_tiers: [])")
+    parser.add_argument(
+        "--not-bidirectional", action="store_true", help=f"no connector within the engine's {_SEVERAL} is bidirectional"
+    )
     parser.add_argument("--gpu-tokens", type=int, default=0, help="size of the GPU's cache; 0: asked from /metrics")
     parser.add_argument(
         "--tier-tokens", type=int, default=0, help="size of its outer tiers; 0: the CPU tier's, where /metrics tells it"

@@ -1,6 +1,6 @@
 """The published five cells of the selective KV policy on simulated engines, with the gateway in the path.
 
-    python -m bench.selective_cells                     # all cells, four engines that do both
+    python -m bench.selective_cells --seconds 60        # all cells, four engines that do both
     python -m bench.selective_cells --pd                # two prefill engines with tiers, two decode engines
     python -m bench.selective_cells --cells 8k/c64 --policies disable 1024+2 1024+8
 
@@ -8,7 +8,7 @@ Policy off (engines load what they find), forced recompute and `1024 + 8` each h
 seed: clients ask the same, and no policy inherits the caches or the queue of another. Nothing is scaled but the window
 (300 s as published). HTTP, KV events, scrapes, prompts and tokenisation are real; time is that of the simulated engines
 (docs/simulator.md) and passes only when nobody has anything to do (`bench.virtual`), so that the machine's other work
-is in no number.
+is in no number. The options behind each documented table stand beside it (docs/selective-kv.md).
 """
 
 from __future__ import annotations

@@ -181,6 +181,15 @@ async def test_an_engine_on_which_there_is_nothing_to_measure_is_named(members, 
             assert fleet["e"].cores[0].stats.prompt_tokens == 0
 
 
+def test_a_connector_of_several_has_to_be_known():
+    able = {"connector": "MultiConnector", "bidirectional_kv_xfer": False}
+    with pytest.raises(break_even.BreakEvenError, match="--not-bidirectional"):
+        break_even.check_connector(able, known=False)
+    break_even.check_connector(able, known=True)
+    with pytest.raises(break_even.BreakEvenError, match="is bidirectional"):
+        break_even.check_connector({"connector": "NixlConnector", "bidirectional_kv_xfer": True}, known=True)
+
+
 async def test_an_engine_with_a_connector_that_is_not_bidirectional_frees_all_that_was_measured():
     spec = EngineSpec(
         "p",
