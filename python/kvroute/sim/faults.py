@@ -32,7 +32,7 @@ class Fault:
         seconds: Wall seconds of ``delay``.
         status: Of ``status``.
         message: Of ``status`` and ``stream_error``.
-        path: Only requests of this path, None for all that generate; ``/tokenize`` can be named as well.
+        path: Only requests of this path, None for all that generate; any other but the admin routes has to be named.
     """
 
     kind: Kind
@@ -59,6 +59,9 @@ class Fault:
         whole = (fault.count, fault.status, 0 if fault.after is None else fault.after)
         if not all(type(value) is int for value in whole) or not isinstance(fault.seconds, (int, float)):
             raise SimError("count, after and status are integers, seconds is a number")
+        path = fault.path
+        if path is not None and (not str(path).startswith("/") or path.startswith("/sim/")):
+            raise SimError("path is one of the engine's, such as /metrics")
         return fault
 
 

@@ -102,10 +102,25 @@ class Surface:
             if not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
                 return json_response({"error": "Unauthorized"}, 401)
         try:
-            return await handler(request)
+            return await self._exposed(request, handler)
+        except ApiError as error:
+            return error.response()
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
             # No route for it; FastAPI's words.
             return json_response({"detail": error.reason}, error.status)
+
+    async def _exposed(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Meet the faults of a path that does not generate; the others meet theirs where events are written."""
+        if request.path in APIS or request.path.startswith("/sim/"):
+            return await handler(request)
+        faults = self._engine.faults
+        exposure = Exposure(faults.cleared, faults.take(request.path, named=True), request)
+        await exposure.before()
+        answer = await handler(request)
+        await exposure.before_event(1)
+        return answer
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -211,9 +226,7 @@ class Surface:
         return json_response(self._engine.event_sources())
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        faults = self._engine.faults
         try:
-            await Exposure(faults.cleared, faults.take(request.path, named=True), request).before()
             members = await Members.read(request, self._engine.spec)
             members.model()
             if "messages" in members.tree:

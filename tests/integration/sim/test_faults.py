@@ -106,3 +106,20 @@ async def test_a_client_that_leaves_aborts_its_request(client, fleet):
     running.cancel()
     await until(lambda: fleet["d"].used_blocks() == 0)
     assert fleet["d"].running() == 0
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/v1/models", "/kv_event_sources"])
+async def test_faults_of_paths_that_do_not_generate_meet_those_alone(client, fleet, path):
+    await post(client, fleet["d"], "/sim/faults", {"kind": "status", "status": 503, "path": path})
+    assert (await get(client, fleet["d"], "/version"))[0] == 200
+    assert [(await get(client, fleet["d"], path))[0] for _ in range(2)] == [503, 200]
+    for members in ({}, {"after": 0}):
+        await post(client, fleet["d"], "/sim/faults", {"kind": "reset", "count": -1, "path": path, **members})
+        with pytest.raises(aiohttp.ClientError):
+            await get(client, fleet["d"], path)
+        fleet["d"].faults.clear()
+
+
+@pytest.mark.parametrize("path", ["metrics", "/sim/state", 7])
+async def test_faults_of_paths_that_no_request_has_are_refused(client, fleet, path):
+    assert (await post(client, fleet["d"], "/sim/faults", {"kind": "status", "path": path}))[0] == 400
