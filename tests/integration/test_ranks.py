@@ -119,7 +119,7 @@ async def test_events_tell_what_a_rank_holds_that_the_gateway_did_not_send_there
                 first, *others = plan["candidates"]
                 assert (first["rank"], first["held_tokens"], first["evidence"]) == (seed, [{"GPU": 992}], "index")
                 assert [item["held_tokens"] for item in others] == [[{}]] * 3
-                assert plan["targets"] == [engine.url]
+                assert (plan["targets"], plan["target_ranks"]) == ([engine.url], [seed])
                 await complete(client, gateway.url, body["prompt"])
                 assert gateway.metric("kvroute_rank_requests_total", endpoint=engine.url, rank=str(seed)) == 1
         assert asked(engine)[4:] == ["2", "0", "3", "1"]

@@ -130,7 +130,7 @@ async def test_a_plan_is_explained_and_nothing_is_done(client):
         assert same["conversation"]["handle_tokens"] == again["conversation"]["handle_tokens"] > 1000
         assert (new["mode"], new["prefill"], new["targets"]) == ("disaggregated", [prefill.url], [decode.url])
         first = new["candidates"][0]
-        assert (first["endpoint"], first["selective_kv"]["members"]) == (prefill.url, {"max_load_tokens": "0"})
+        assert (first["endpoint"], first["selective_kv"]["members"]) == (prefill.url, {"max_load_tokens": 0})
         assert first["cost"]["total"] == pytest.approx(sum(first["cost"].values()) - first["cost"]["total"])
 
 

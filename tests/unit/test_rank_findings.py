@@ -40,6 +40,11 @@ def sampled(engine, *numbers):
         (sampled(endpoint(declared=4), 0, 1), "warning", "size is 4, and the engine tells of 2; the engine picks"),
         (sampled(endpoint(declared=4), 0), "warning", "is 4, and the engine tells of 1; the engine's word counts"),
         (endpoint(said=(0,), declared=4), "warning", "is 4, and the engine tells of 1; the engine's word counts"),
+        (
+            sampled(endpoint(said=(0,), declared=4), 0, 1, 2, 3),
+            "warning",
+            "is 4, and the engine tells of 1; the engine's word counts",
+        ),
     ],
 )
 def test_ranks_are_named_with_what_becomes_of_them(engine, level, words):

@@ -36,7 +36,8 @@ def _of(settings: Settings, endpoint: Endpoint) -> Finding:
             _LUCK,
             f"use vLLM {FIRST_RELEASE[0]}.{FIRST_RELEASE[1]} or later",
         )
-    told = max(len(endpoint.capabilities.ranks or ()), len(endpoint.hearing.ranks), len(endpoint.sampled_ranks))
+    # The plugin's word goes first: where it tells of one, a number that fits what is published has no effect.
+    told = len(endpoint.capabilities.ranks or ()) or max(len(endpoint.hearing.ranks), len(endpoint.sampled_ranks))
     if declared is not None and told not in {0, declared}:
         return Finding(
             "warning",

@@ -53,7 +53,9 @@ def explain(gateway: Gateway, incoming: Incoming, plan: Plan, claim: Claim) -> d
             else None,
         },
         "prefill": [engine.url for engine in plan.prefills],
+        "prefill_ranks": [plan.rank(engine) for engine in plan.prefills],
         "targets": [engine.url for engine in plan.targets],
+        "target_ranks": [plan.rank(engine) for engine in plan.targets],
         "candidates": [
             {
                 "endpoint": candidate.endpoint.url,
@@ -110,6 +112,6 @@ def _engine(
             "external_tokens": applied.external_tokens,
             "gate": applied.gate,
             "queue_mean": endpoint.gate_of(rank).mean,
-            "members": {name: raw.decode() for name, raw in applied.policy.members.items()},
+            "members": {name: orjson.Fragment(raw) for name, raw in applied.policy.members.items()},
         }
     return described
