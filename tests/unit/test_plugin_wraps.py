@@ -146,6 +146,24 @@ def test_switched_off_verification_is_loud_and_advertised(
     assert "WRONG" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("nested", "said"),
+    [({"bidirectional_kv_xfer": True}, None), ({"bidirectional_kv_xfer": False}, False), (None, False)],
+)
+def test_a_connector_among_several_that_transfers_both_ways_is_not_denied(
+    vllm: ModuleType, nested: dict[str, Any] | None, said: bool | None
+) -> None:
+    plugin.register()
+    nixl: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    if nested is not None:
+        nixl["kv_connector_extra_config"] = nested
+    several = {"connectors": [{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, nixl]}
+    config = engine_config(kv_connector="MultiConnector", kv_connector_extra_config=several)
+    described = describe(config, "0.32.0")
+    assert described["bidirectional_kv_xfer"] is said
+    assert not described["features"]["verify_digests"]
+
+
 def test_the_processes_of_one_engine_share_an_instance_id(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
     first = describe(engine_config(), "0.32.0")["instance"]

@@ -97,3 +97,20 @@ def test_an_engine_that_ignores_limits_of_offloads_is_told_where_the_policy_is_a
     policy = Selective(SelectiveKv(offload_policy="disable"))
     applied = policy.apply(client_policy(None), engine(version), None, now=0.0)
     assert (dict(applied.policy.members), applied.reason) == ({"max_offload_tokens": b"0"}, reason)
+
+
+@pytest.mark.parametrize(
+    ("role", "said", "plugin", "holds"),
+    [
+        ("both", None, None, False),
+        ("both", None, "0.1", True),  # of several connectors one transfers both ways
+        ("both", False, "0.1", False),
+        ("decode", None, None, True),
+        ("decode", False, None, False),
+        ("prefill", True, "0.1", True),
+    ],
+)
+def test_which_engines_hold_blocks_of_parameters_without_a_flag(role, said, plugin, holds):
+    made = Endpoint("http://e:1", Origin.parse("http://e:1"), role)
+    made.capabilities = Capabilities(version="0.32.0", bidirectional=said, plugin=plugin)
+    assert made.holds_without_flag is holds

@@ -78,7 +78,7 @@ def _selective(settings: Settings, endpoint: Endpoint) -> Iterator[Finding]:
             "nothing is known of its tiers: load_policy threshold leaves every request as it is",
             "set signals.kv_events to auto, and start engines with --kv-events-config",
         )
-    if endpoint.role == "both" and endpoint.capabilities.bidirectional:
+    if endpoint.role == "both" and endpoint.holds_without_flag:
         yield Finding(
             "warning",
             endpoint.url,

@@ -82,5 +82,5 @@ def _of(endpoint: Endpoint, *, decides: bool) -> Finding:
 
 
 def _heeds(endpoint: Endpoint) -> bool:
-    unreached = endpoint.role == "both" and endpoint.capabilities.bidirectional
+    unreached = endpoint.role == "both" and endpoint.holds_without_flag
     return ineffective(endpoint) is None and not unreached

@@ -269,6 +269,18 @@ class Endpoint:
         return (told or self.declared.ranks or 1) > 1
 
     @property
+    def holds_without_flag(self) -> bool:
+        """Whether parameters without a hand-off flag could make the engine hold blocks that nobody frees.
+
+        That is so where KV transfer is bidirectional. Decode engines are set up so more often than not, and a plugin
+        that does not say is in an engine of several connectors, of which one is.
+        """
+        found = self.capabilities.bidirectional
+        if found is None:
+            return self.role == "decode" or self.capabilities.plugin is not None
+        return found
+
+    @property
     def load(self) -> int:
         """Requests in flight on all legs."""
         flights = self.in_flight

@@ -117,7 +117,7 @@ async def _on(  # noqa: PLR0917 - the request's four parts, and where it is
 
 def _policy(gateway: Gateway, incoming: Incoming, plan: Plan, endpoint: Endpoint, rank: int | None) -> Policy:
     """What the engine is told about loads and offloads."""
-    if _bidirectional(endpoint):
+    if endpoint.holds_without_flag:
         if incoming.api is not None and gateway.selective.active:
             gateway.metrics.selective.labels(endpoint.url, "bidirectional_engine").inc()
         return Policy()
@@ -132,14 +132,5 @@ def _body(incoming: Incoming, endpoint: Endpoint, policy: Policy) -> bytes:
         return incoming.raw
     if policy is incoming.policy and policy.verbatim:
         return incoming.body.splice(CLIENT_BODY)  # what the client wrote is what would be written
-    params = aggregated_params(policy, bidirectional=_bidirectional(endpoint))
+    params = aggregated_params(policy, bidirectional=endpoint.holds_without_flag)
     return incoming.body.splice(CLIENT_BODY, kv_transfer_params=params)
-
-
-def _bidirectional(endpoint: Endpoint) -> bool:
-    """Whether parameters without a hand-off flag could make the engine hold blocks that nobody frees.
-
-    Decode engines are set up so more often than not; one that says nothing of itself is taken for one that is.
-    """
-    found = endpoint.capabilities.bidirectional
-    return endpoint.role == "decode" if found is None else found

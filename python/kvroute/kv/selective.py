@@ -117,7 +117,7 @@ def loads_nothing(policy: Policy, endpoint: Endpoint) -> bool:
 
 def _reaches(endpoint: Endpoint) -> bool:
     # One that serves requests whole gets no parameters when it would hold their blocks, see `aggregated_params`.
-    return endpoint.role == "prefill" or not endpoint.capabilities.bidirectional
+    return endpoint.role == "prefill" or not endpoint.holds_without_flag
 
 
 def ineffective(

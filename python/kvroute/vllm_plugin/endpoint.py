@@ -119,7 +119,7 @@ def describe(config: Any, version: str) -> dict[str, Any]:
         "prefix_caching": bool(cache.enable_prefix_caching),
         "connector": connector,
         "kv_role": transfer.kv_role if transfer is not None else None,
-        "bidirectional_kv_xfer": bool(extra.get("bidirectional_kv_xfer", False)),
+        "bidirectional_kv_xfer": _bidirectional(extra),
         "kv_recompute_threshold": int(extra.get("kv_recompute_threshold", 64)),
         "decoder_kv_blocks_ttl": extra.get("decoder_kv_blocks_ttl", 480),
         "kv_lease_duration": extra.get("kv_lease_duration", 30),
@@ -132,6 +132,15 @@ def describe(config: Any, version: str) -> dict[str, Any]:
         "features": {feature: feature in STATUS.on and feature not in off for feature in FEATURES},
         "off": off,
     }
+
+
+def _bidirectional(extra: dict[str, Any]) -> bool | None:
+    """Whether the connector transfers both ways; None where one of several does, which this plugin does not follow."""
+    if any(
+        (one.get("kv_connector_extra_config") or {}).get("bidirectional_kv_xfer") for one in extra.get("connectors", ())
+    ):
+        return None
+    return bool(extra.get("bidirectional_kv_xfer", False))
 
 
 def _ranks(parallel: Any) -> list[int] | None:
