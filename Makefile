@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The engine environment is 6.4 GB and outlives checkouts; tests/engine/environment.py says where it lies.
 ENGINE_PYTEST ?= tests/engine tests/conformance
+# Started when the other engines have ended: beside all of them it would need more than 24 GB.
+ENGINE_ALONE := tests/engine/test_ranks.py
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml | grep -v target)
 
@@ -62,7 +64,8 @@ engine-env: $(STAMP) ## build or reuse the environment of the real engines (6.4 
 	$(BIN)/python -m tests.engine.environment
 
 engine-test: dev ## tests on a real vLLM prefill/decode pair
-	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) -m engine -s
+	KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_PYTEST) -m engine -s --ignore=$(ENGINE_ALONE)
+	$(if $(filter file,$(origin ENGINE_PYTEST)),KVROUTE_ENGINE=1 $(BIN)/python -m pytest $(ENGINE_ALONE) -m engine -s)
 
 run: dev ## the gateway on simulated engines: a report of what it does, then it stays up for curl (PORT=8010 for another port)
 	$(BIN)/kvroute demo $(if $(PORT),--port $(PORT))
