@@ -67,6 +67,13 @@ class Hearing:
                 found = rank.state
         return found
 
+    def hears(self, rank: int | None) -> bool:
+        """Whether events are heard without a gap: of one rank, or of all where none is named."""
+        if rank is None:
+            return self.state == "live"
+        one = self.ranks.get(rank)
+        return one is not None and one.state == "live"
+
     @property
     def heard_at(self) -> float | None:
         """When the last batch of any rank was applied."""

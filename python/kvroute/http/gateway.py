@@ -135,12 +135,7 @@ class Gateway:
     def hears(self, place: Place) -> bool:
         """Whether KV events are heard without a gap: of all ranks of an engine, or of the one that the place names."""
         endpoint = self.fleet.get(url_of(place))
-        if endpoint is None:
-            return False
-        if isinstance(place, str):
-            return endpoint.hearing.state == "live"
-        rank = endpoint.hearing.ranks.get(place[1])
-        return rank is not None and rank.state == "live"
+        return endpoint is not None and endpoint.hearing.hears(rank_of(place))
 
     def _known(self, endpoint: Endpoint) -> None:
         wanted = endpoint.role == "prefill" and self.settings.conversations.enabled

@@ -158,7 +158,7 @@ def _meets(endpoint: Endpoint, rank: int | None) -> int | None:
     ranks = endpoint.hearing.ranks
     if rank is None and len(ranks) == 1:
         rank = next(iter(ranks))
-    return rank if rank in ranks and ranks[rank].state == "live" else None
+    return rank if rank is not None and endpoint.hearing.hears(rank) else None
 
 
 def _adapter(gateway: Gateway, model: str | None) -> str | None:
