@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvroute.http.question import known, knows_all
 from kvroute.kv.selective import loads_nothing
 from kvroute.plan.place import place_of
+from kvroute.plan.router import ranks_of
 from kvroute.plan.scoring import inner
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ def without_loads(gateway: Gateway, incoming: Incoming, question: Question) -> Q
 
     A prompt must not go where it is cached and may not be read.
     """
-    if not question.held or not (gateway.selective.active or "max_load_tokens" in incoming.policy.members):
-        return question
+    decides = gateway.selective.active or "max_load_tokens" in incoming.policy.members
+    if not question.held or not decides or gateway.router.policy != "prefix_affinity":
+        return question  # no other policy asks what is cached
     unloadable = set()
     for endpoint in gateway.fleet.able(gateway.settings.computing_role, question.model):
-        for rank in (None, *(endpoint.ranks if question.by_rank else ())):
+        for rank in ranks_of(endpoint, question):
             place = place_of(endpoint.url, rank)
             held = question.held.get(place)
             if held is None or all(inner(tiers) == tiers for tiers in held):

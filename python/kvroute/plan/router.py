@@ -127,7 +127,7 @@ class Router:
                 return [
                     Candidate(engine, rank=ranks[rounds % len(ranks)])
                     for engine in engines[start:] + engines[:start]
-                    if (ranks := _ranks(engine, question))
+                    if (ranks := ranks_of(engine, question))
                 ]
             case "consistent_hash":
                 by_url = {engine.url: engine for engine in engines}
@@ -191,13 +191,13 @@ def _with_guess(held: Sequence[Tiers], lengths: Sequence[int], guess: int) -> li
     return likely
 
 
-def _ranks(engine: Endpoint, question: Question) -> tuple[int | None, ...]:
+def ranks_of(engine: Endpoint, question: Question) -> tuple[int | None, ...]:
     """The ranks to choose from; one None where the engine picks."""
     return (engine.ranks if question.by_rank else ()) or (None,)
 
 
 def _hashed(engine: Endpoint, question: Question) -> int | None:
-    ranks = {f"{engine.url} {rank}": rank for rank in _ranks(engine, question)}
+    ranks = {f"{engine.url} {rank}": rank for rank in ranks_of(engine, question)}
     return ranks[rendezvous(question.key, list(ranks))[0]]
 
 
