@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from bench.wire import STREAM_EVENTS, Wire
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tests.engine.engines import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +59,7 @@ def commands(url: str, port: int, vllm_router: str | None) -> dict[str, list[str
     }
     if vllm_router:
         router = [vllm_router, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", url, "--log-level", "error"]
-        router += ["--prometheus-port", str(_free_port())]
+        router += ["--prometheus-port", str(free_port())]
         found["vllm-router, cache_aware"] = [*router, "--policy", "cache_aware"]
         found["vllm-router, round_robin"] = [*router, "--policy", "round_robin"]
     return found
@@ -109,12 +109,6 @@ def measure(wire: Wire, pid: int, port: int, *, requests: int, streams: int) -> 
     return per_request * 1e6, requests / took, alone * 1e6, per_event * 1e6
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,7 +127,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for name in names:
                 progress.update(task, description=name)
-                port = _free_port()
+                port = free_port()
                 with running(commands(url, port, options.vllm_router)[name], port) as pid:
                     rows[name].append(measure(wire, pid, port, requests=options.requests, streams=options.streams))
                 progress.advance(task)
