@@ -13,6 +13,7 @@ from kvroute.kv.params import (
     prefill_params,
     read_handle,
 )
+from tests.support.params import FIRST_TURN
 
 # As vLLM 0.32.0 returns it from decode, with a member of a later release.
 FROM_DECODE = (
@@ -34,14 +35,7 @@ def decode_handle() -> Handle:
 
 
 def test_a_cold_prefill_says_that_it_will_be_decoded_elsewhere():
-    assert json.loads(prefill_params(Policy())) == {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
+    assert json.loads(prefill_params(Policy())) == FIRST_TURN
 
 
 def test_a_read_back_sends_the_handle_as_it_came():

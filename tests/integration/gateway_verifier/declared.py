@@ -1,6 +1,9 @@
 """What an operator says of engines without the plugin."""
 
+from contextlib import asynccontextmanager
+
 from kvroute.cli.findings import findings
+from tests.support.gateway import running
 from tests.support.simulated import posts
 
 DECLARED = {"bidirectional_kv_xfer": True, "kv_layout": "full_attention"}
@@ -15,3 +18,11 @@ def generations(engine):
 
 def found(gateway):
     return findings(gateway.gateway.settings, gateway.gateway.fleet, gateway.gateway.prompts)
+
+
+@asynccontextmanager
+async def settled(file, **settings):
+    """A gateway that knows which sources of tokens are exact."""
+    async with running(file=file, **settings) as gateway:
+        await gateway.gateway.prompts.settled()
+        yield gateway

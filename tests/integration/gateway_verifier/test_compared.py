@@ -10,7 +10,7 @@ import yaml
 from kvroute.kv import comparison
 from kvroute.sim import SimFleet
 from kvroute.sim import tokens as sim_tokens
-from tests.integration.gateway_verifier.declared import DECLARED, PATIENT, found, generations
+from tests.integration.gateway_verifier.declared import DECLARED, PATIENT, found, generations, settled
 from tests.support import simulated
 from tests.support.gateway import running
 from tests.support.simulated import COLD, broken, cold_text, posts, pulled
@@ -19,8 +19,7 @@ from tests.support.talking import FIRST, Talk
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_kv_is_read_back_where_only_decode_has_the_plugin(fleet, client, config, stream):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         for text in (FIRST, "six", "seven"):
             await talk.say(text, stream=stream)
@@ -69,8 +68,7 @@ async def converse(client, gateway, cold, seed, turns=6):
 
 
 async def test_conversations_that_clients_change_are_answered_rightly_and_reused(fleet, client, config):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         wrong = await asyncio.gather(*(converse(client, gateway, fleet["cold"], seed) for seed in range(20)))
 
         assert sum(wrong) == 0
@@ -88,16 +86,14 @@ async def test_without_the_comparison_the_same_conversations_are_answered_wrongl
 
     compare = comparison.compare
     monkeypatch.setattr("kvroute.http.verification.compare", believe)
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         wrong = await asyncio.gather(*(converse(client, gateway, fleet["cold"], seed) for seed in range(20)))
 
     assert sum(wrong) > 0
 
 
 async def test_the_engine_computes_just_the_tokens_that_were_compared(fleet, client, config):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
         await talk.say("six")
@@ -115,8 +111,7 @@ async def test_the_plugin_checks_again_what_the_gateway_found_equal(client, tmp_
         engines = [{"url": fleet["p"].url, "role": "prefill", **DECLARED}, {"url": fleet["d"].url, "role": "decode"}]
         file = tmp_path / "kvroute.yaml"
         file.write_text(yaml.safe_dump({"endpoints": engines, **PATIENT, "conversations": {"verify": "gateway"}}))
-        async with running(file=file) as gateway:
-            await gateway.gateway.prompts.settled()
+        async with settled(file) as gateway:
             talk = Talk(fleet, client, gateway, conversation_id="c1")
             await talk.say(" ".join(f"w{i}" for i in range(20)))
             talk.messages[-1]["content"] = "edited by the client"
@@ -131,8 +126,7 @@ async def test_the_plugin_checks_again_what_the_gateway_found_equal(client, tmp_
 
 
 async def test_check_says_that_the_gateway_compares(fleet, config):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         said = [item.line() for item in found(gateway) if item.subject == fleet["p"].url]
         assert gateway.metric("kvroute_endpoint_verifier", endpoint=fleet["p"].url, verifier="gateway") == 1
 
@@ -141,8 +135,7 @@ async def test_check_says_that_the_gateway_compares(fleet, config):
 
 
 async def test_a_salt_counts_as_the_engine_keys_it(fleet, client, config):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST, cache_salt="a")
         await talk.say("six", cache_salt="a")
@@ -155,8 +148,7 @@ async def test_a_salt_counts_as_the_engine_keys_it(fleet, client, config):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
 async def test_apis_other_than_chat(fleet, client, config, path):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         prompt = FIRST * 3
         for _ in range(2):
             body = {"model": "sim", "conversation_id": "c1", "max_tokens": 9, "prompt": prompt}
@@ -188,8 +180,7 @@ async def test_prompts_of_token_ids_need_no_tokenizer(fleet, client, config):
 
 
 async def test_no_plugin_at_all_is_enough_where_answers_are_not_streamed(bare, client, bare_config):
-    async with running(file=bare_config) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(bare_config) as gateway:
         wrong = await asyncio.gather(*(converse(client, gateway, bare["cold"], seed) for seed in range(20)))
 
         assert sum(wrong) == 0

@@ -8,15 +8,14 @@ import pytest
 
 from kvroute.sim import tokens as sim_tokens
 from kvroute.tokens.engine import tokenize
-from tests.integration.gateway_verifier.declared import found, generations
+from tests.integration.gateway_verifier.declared import found, generations, settled
 from tests.support.gateway import running, until
 from tests.support.simulated import broken, posts, pulled
 from tests.support.talking import FIRST, Talk
 
 
 async def test_an_engine_that_computes_another_prompt_is_found_out(fleet, client, config, monkeypatch):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
         with monkeypatch.context() as patch:
@@ -47,8 +46,7 @@ async def test_without_tokens_in_time_the_turn_is_computed_and_the_blocks_are_fr
     fleet, client, config, fault, reason
 ):
     seconds = 0.05 if reason == "slow" else 10
-    async with running(file=config(), tokenize__timeout_seconds=seconds) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config(), tokenize__timeout_seconds=seconds) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
         fleet["p"].faults.add(**fault, path="/tokenize", count=-1)
@@ -62,8 +60,7 @@ async def test_without_tokens_in_time_the_turn_is_computed_and_the_blocks_are_fr
 
 
 async def test_a_failing_tokenizer_is_left_alone(fleet, client, config):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         fault = fleet["p"].faults.add("status", path="/tokenize", count=-1)
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         before = sum(call.path == "/tokenize" for call in posts(fleet["p"]))  # those of the proof
@@ -81,8 +78,7 @@ async def test_a_tokenizer_that_disagrees_with_its_engine_is_not_used(fleet, cli
         return array("I", [*await tokenize(*arguments, **members), 7])
 
     monkeypatch.setattr("kvroute.tokens.parity.tokenize", wrong)
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
         await talk.say("six")
@@ -119,8 +115,7 @@ async def test_what_is_not_declared_or_not_wanted_is_not_even_held(fleet, client
 
 
 async def test_kv_of_another_prompt_is_not_recorded_as_decodes_own(bare, client, bare_config, monkeypatch):
-    async with running(file=bare_config) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(bare_config) as gateway:
         talk = Talk(bare, client, gateway, conversation_id="c1")
         # As long as decode's own prompt, and another one: the date was another when prefill rendered it.
         prompt = sim_tokens.render([{"role": "user", "content": FIRST}])
@@ -132,8 +127,7 @@ async def test_kv_of_another_prompt_is_not_recorded_as_decodes_own(bare, client,
 
 
 async def test_decode_computes_a_prompt_that_prefill_rendered_differently(fleet, client, config, monkeypatch):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         prompt = sim_tokens.render([{"role": "user", "content": FIRST}])
         monkeypatch.setattr("kvroute.http.prefill.prompt_of", lambda _: array("I", [*prompt[:-1], 7]))
@@ -146,8 +140,7 @@ async def test_decode_computes_a_prompt_that_prefill_rendered_differently(fleet,
 
 
 async def test_a_failed_read_is_run_again_without_the_handle(fleet, client, config):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
         fleet["d"].disturb("fail_reads")
@@ -159,8 +152,7 @@ async def test_a_failed_read_is_run_again_without_the_handle(fleet, client, conf
 
 
 async def test_a_client_that_leaves_while_tokens_are_awaited_leaves_the_handle(fleet, client, config):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
         fleet["p"].faults.add("stall", path="/tokenize")
@@ -179,8 +171,7 @@ async def test_a_client_that_leaves_while_tokens_are_awaited_leaves_the_handle(f
 
 @pytest.mark.parametrize("salt", [b'"\\ud83d"', b"7"])
 async def test_a_salt_that_is_no_text_costs_the_reuse_and_not_the_request(fleet, client, config, salt):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
         body = json.dumps({"model": "sim", "conversation_id": "c1", "messages": [*talk.messages, talk.messages[0]]})
@@ -191,8 +182,7 @@ async def test_a_salt_that_is_no_text_costs_the_reuse_and_not_the_request(fleet,
 
 
 async def test_a_fault_of_the_gateways_own_costs_the_reuse_and_not_the_request(fleet, client, config, monkeypatch):
-    async with running(file=config()) as gateway:
-        await gateway.gateway.prompts.settled()
+    async with settled(config()) as gateway:
         talk = Talk(fleet, client, gateway, conversation_id="c1")
         await talk.say(FIRST)
         monkeypatch.setattr("kvroute.http.verification.compare", None)
